@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include <array>
@@ -119,6 +120,36 @@ TEST_F(LinePipeTest, AReaderThatStallsIsNotWaitedFor) {
   std::string expected;
   for (int i = 0; i < 5; ++i) expected += "> " + line + "\n";
   EXPECT_EQ(seen, expected + "> last\nof another\n");
+}
+
+// It is writable with room for one byte. A test that hangs ends by SIGALRM.
+TEST_F(LinePipeTest, ATerminalThatStallsIsNotWaitedFor) {
+  const int reader = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+  ASSERT_EQ(grantpt(reader) + unlockpt(reader), 0);
+  const int blocking = open(ptsname(reader), O_RDWR | O_NOCTTY | O_CLOEXEC);
+  ASSERT_GE(blocking, 0);
+  const auto target = std::make_shared<LineTarget>(blocking);
+  alarm(30);
+  std::string expected;
+  for (int line = 0; line < 2000; ++line) {
+    target->add("line " + std::to_string(line) + " of a rank\n");
+    expected += "line " + std::to_string(line) + " of a rank\r\n";
+  }
+  alarm(0);
+  EXPECT_TRUE(target->full());
+  EXPECT_EQ(fcntl(blocking, F_GETFL) & O_NONBLOCK, 0) << "it is shared with other programs";
+  ASSERT_EQ(fcntl(reader, F_SETFL, O_NONBLOCK), 0);
+  std::string seen;
+  std::array<char, 4096> part;
+  for (int tries = 0; seen.size() < expected.size() && tries < 5000; ++tries) {
+    for (ssize_t count; (count = read(reader, part.data(), part.size())) > 0;) {
+      seen.append(part.data(), static_cast<size_t>(count));
+    }
+    target->write_out();
+  }
+  EXPECT_EQ(seen, expected);
+  close(blocking);
+  close(reader);
 }
 
 // What is passed on comes back, as from a child that prints all the time.

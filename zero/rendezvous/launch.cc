@@ -307,7 +307,9 @@ class Parent {
   void wait_for_output() {
     std::vector<pollfd> polled;
     for (const auto& target : targets_) {
-      if (target->full()) polled.push_back({target->descriptor(), POLLOUT, 0});
+      if (target->full() && !target->refused()) {
+        polled.push_back({target->descriptor(), POLLOUT, 0});
+      }
     }
     for (Child& child : children_) {
       for (LinePipe& pipe : child.pipes) {

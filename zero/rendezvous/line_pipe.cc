@@ -2,8 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/rendezvous/line_pipe.h"
 
+#include <fcntl.h>
 #include <limits.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +23,20 @@ constexpr int kReads = 16;
 
 }  // namespace
 
+// A terminal with room for one byte is writable, and a write that blocks waits there until it has
+// taken all. Whether one blocks belongs to a description that others may have: this is another one.
+LineTarget::LineTarget(int to) : to_(to) {
+  struct stat status = {};
+  const bool pipe = fstat(to, &status) == 0 && S_ISFIFO(status.st_mode);
+  if (!pipe && isatty(to) == 0) return;
+  own_ = open(("/proc/self/fd/" + std::to_string(to)).c_str(),
+              O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+}
+
+LineTarget::~LineTarget() {
+  if (own_ >= 0) close(own_);
+}
+
 void LineTarget::add(const std::string& text) {
   waiting_ += text;
   write_out();
@@ -28,13 +44,15 @@ void LineTarget::add(const std::string& text) {
 
 void LineTarget::write_out() {
   size_t done = 0;
+  refused_ = false;
   while (done < waiting_.size()) {
-    pollfd writable{to_, POLLOUT, 0};
+    pollfd writable{descriptor(), POLLOUT, 0};
     if (poll(&writable, 1, 0) == 0) break;
-    // A pipe that is writable takes so much without blocking.
-    const ssize_t count =
-        write(to_, waiting_.data() + done, std::min<size_t>(waiting_.size() - done, PIPE_BUF));
-    if (count < 0 && errno == EAGAIN) break;  // Another program has made it non-blocking.
+    // What is writable and no terminal takes so much without blocking.
+    const ssize_t count = write(descriptor(), waiting_.data() + done,
+                                std::min<size_t>(waiting_.size() - done, PIPE_BUF));
+    refused_ = count < 0 && errno == EAGAIN;
+    if (refused_) break;
     if (count < 0 && errno != EINTR) done = waiting_.size();  // The reader has closed its end.
     done += static_cast<size_t>(std::max<ssize_t>(count, 0));
   }

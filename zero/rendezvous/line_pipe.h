@@ -15,10 +15,16 @@ namespace zero {
 class LineTarget {
  public:
   // Writes to `to`, which stays the caller's and may block.
-  explicit LineTarget(int to) : to_(to) {}
-  int descriptor() const { return to_; }
+  explicit LineTarget(int to);
+  ~LineTarget();
+  LineTarget(const LineTarget&) = delete;
+  LineTarget& operator=(const LineTarget&) = delete;
+  int descriptor() const { return own_ >= 0 ? own_ : to_; }
   // Whether the reader has yet to take something.
   bool full() const { return !waiting_.empty(); }
+  // Whether it has taken nothing although poll() found room, as a terminal with too little for a
+  // line feed.
+  bool refused() const { return refused_; }
 
   void add(const std::string& text);
   // Writes what the reader takes.
@@ -26,7 +32,9 @@ class LineTarget {
 
  private:
   const int to_;
+  int own_ = -1;  // what `to_` writes to, without blocking; -1: there is none
   std::string waiting_;
+  bool refused_ = false;
 };
 
 // One of a child's output streams. A progress bar ends its lines by a carriage return. It becomes a
