@@ -128,6 +128,23 @@ TEST(CopyRingTest, AnAbortEndsAnExchangeInItsMiddle) {
   }
 }
 
+// The two of a pair are ranks 0 and 1 of a group of their own.
+TEST(CopyRingTest, AnErrorSaysWhichRanksOfTheJobThePairIs) {
+  if (kRealTransport == Transport::kMemory) GTEST_SKIP() << "sends are not waited for";
+  std::latch connected(3);
+  run_ranks(3,
+            [&](const Group& group) {
+              CopyRing ring(group);
+              connected.arrive_and_wait();
+              if (group.rank() == 2) return ring.abort("this rank gives up");
+              const std::string text =
+                  error_of([&] { ring.exchange(file_of(group.rank()), host_bytes); });
+              // First it waits for the rank that keeps its copy.
+              if (group.rank() == 1) expect_words(text, {"lost rank 1", "rank 1 is rank 2"});
+            },
+            {.transport = kRealTransport});
+}
+
 TEST(CopyRingTest, AnAbortEndsTheExchangeOfTheNeighboursToo) {
   std::latch done(3);
   run_ranks(3,

@@ -63,7 +63,10 @@ CopyRing::CopyRing(const Group& group) {
   const int holder = holders[rank];
   source_ = static_cast<int>(std::find(holders.begin(), holders.end(), rank) - holders.begin());
   const auto connect = [&](int owner, int keeper) {
-    return group.subgroup({owner, keeper}, c10::str("copies of ", owner))
+    // Errors and lines about long waits have the numbers here.
+    const std::string name =
+        c10::str("copies (here rank 0 is rank ", owner, " and rank 1 is rank ", keeper, ")");
+    return group.subgroup({owner, keeper}, name)
         .make_communicator("shard", Purpose::kControl, /*two_level=*/false);
   };
   // Making one waits for its ranks, so all ranks have one order. Turns keep it from being a chain.
