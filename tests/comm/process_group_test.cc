@@ -31,6 +31,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/free_port.h"
 #include "tests/support/frozen_store.h"
+#include "tests/support/in_memory_backend.h"
 #include "tests/support/run_ranks.h"
 #include "zero/comm/backends/gloo.h"
 #include "zero/rendezvous/tcp_store.h"
@@ -195,6 +196,31 @@ TEST(GroupTest, AStoreThatIsSilentIsAnErrorOfACommunicatorThatNamesTheRank) {
   expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
                {"communicator \"g/data\": rank 1 of 4: the store did not answer", "start the job"});
   store->freeze(false);
+}
+
+// They have connected, late, when the process that serves the store is stopped.
+TEST(GroupTest, AStoreThatIsSilentOnceRanksAreConnectedIsAnErrorInTimeThatNamesTheRank) {
+  using Clock = std::chrono::steady_clock;
+  const auto store = c10::make_intrusive<FrozenStore>();
+  const std::chrono::milliseconds timeout(3000);
+  MemoryNetwork network;
+  const auto late = [&](const c10::intrusive_ptr<c10d::Store>& own, int rank, int world_size,
+                        Purpose purpose, std::chrono::milliseconds limit) {
+    const NewBackend made = network.factory(1)(own, rank, world_size, purpose, limit);
+    std::this_thread::sleep_for(timeout - std::chrono::milliseconds(300));
+    store->freeze(true);
+    return made;
+  };
+  const Group group(store, 1, 2, "g", late, at::kCPU, timeout);
+  const auto begin = Clock::now();
+  expect_words(
+      error_of([&] { group.make_communicator("data", Purpose::kData); }),
+      {"communicator \"g/data\": cannot connect its 2 ranks within 3000 ms (this is rank 1)",
+       "the store did not answer"});
+  EXPECT_LT(Clock::now() - begin, timeout + std::chrono::milliseconds(2200));
+  store->freeze(false);
+}
+
 }
 
 TEST(GroupTest, RefusesWhatCannotBe) {

@@ -80,8 +80,8 @@ class Place {
   }
 
   // A call that failed on one rank alone may have left it behind the others, or ahead of them, in
-  // the stores that it made. Each rank that connects brings its numbers, and all go on from the
-  // largest.
+  // the stores that it made. Each rank brings its numbers before it connects, and takes the largest
+  // when it has.
   void bring_numbers(c10d::Store& store);
   void take_numbers(c10d::Store& store);
 
@@ -407,6 +407,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       agree_on_levels(*own, rank, levels);
       place->bring_numbers(*own);
       *exchange = connect_two_levels(connect, own, where, limit);
+      place->take_numbers(*own);
     };
   } else {
     BackendRanks ranks;
@@ -418,10 +419,10 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       place->bring_numbers(*own);
       const NewBackend made = connect(own, rank, size);
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
+      place->take_numbers(*own);
     };
   }
   meet_newcomers(state_->newcomers, rank(), [&] { rendezvous.run(work); });
-  place->take_numbers(*store);
   auto made =
       RowCommunicator::over(std::move(*exchange), rank(), world_size(), full_name, timeout());
   RowCommunicator(*made).count_failure_in(state_->failures);
