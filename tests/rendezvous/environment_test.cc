@@ -247,6 +247,12 @@ TEST(EnvironmentTest, AProcessThatJoinsNeedsAStoreThatNoRankServes) {
         Variables{{"ZERO_JOIN", "1"}, {"SLURM_PROCID", "1"}}}) {
     expect_words(refusal(v), {"ZERO_JOIN=1", "RANK", "TORCHELASTIC_USE_AGENT_STORE"});
   }
+  // Each job has had a rank 0; a single rank would look at no store.
+  for (const char* size : {"1", "2"}) {
+    const Variables first = with(with(joins, "RANK", "0"), "WORLD_SIZE", size);
+    expect_words(refusal(with(with(first, "LOCAL_RANK", "0"), "LOCAL_WORLD_SIZE", "1")),
+                 {"ZERO_JOIN=1", "no rank of the job has had", "RANK=0", size});
+  }
 }
 
 TEST(EnvironmentTest, FirstHost) {

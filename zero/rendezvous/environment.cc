@@ -85,6 +85,10 @@ bool read_join(const Variables& variables, const Environment& env) {
       "environment variable ZERO_JOIN=1: expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT "
       "and TORCHELASTIC_USE_AGENT_STORE=True, for a store that a process of no rank serves, as "
       "launch_local() does; got a job whose store ends with rank 0, or none");
+  TORCH_CHECK(env.rank > 0,
+              "environment variable ZERO_JOIN=1: expected a RANK that no rank of the job has had, "
+              "and WORLD_SIZE one above it, got RANK=",
+              env.rank, " and WORLD_SIZE=", env.world_size);
   return true;
 }
 
