@@ -235,6 +235,21 @@ TEST_P(TwoLevelExchangeTest, ARankThatIsLateIsNamedWithinTheTimeout) {
   EXPECT_GE(named, 1);
 }
 
+// An exchange within a machine counts its ranks from 0.
+TEST(TwoLevelSharedTest, ARowOfAnotherSizeIsOfTheRankThatSentIt) {
+  run_ranks(
+      4,
+      [](const Group& group) {
+        const auto data = data_of(group);
+        const at::Tensor rows = at::zeros({4, group.rank() % 2 == 0 ? 2000 : 1000}, at::kByte);
+        const std::string text = error_of([&] { data->gather_rows(rows, "rows").wait(); });
+        if (group.rank() != 2) return;
+        expect_words(text, {"lost rank 3: shared memory: expected a row of 2000 bytes, got 1000"});
+        EXPECT_EQ(text.find("rank 1"), std::string::npos) << text;
+      },
+      on(Wire::kShared, milliseconds(5000), /*ranks_per_machine=*/2));
+}
+
 TEST(TwoLevelTopologyTest, ASubgroupHasTheMachinesOfItsRanks) {
   run_ranks(
       4,

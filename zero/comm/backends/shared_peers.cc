@@ -117,8 +117,8 @@ RowNotices::Row SharedPeers::await_row(int from, int tag, int64_t bytes, millise
   std::optional<RowNotices::Row> row;
   const auto found = [&] { return (row = notices.find(tag)).has_value(); };
   await(from, RowNotices::Kind::kAnnounced, found, timeout);
-  TORCH_CHECK(row->bytes == bytes, "shared memory: expected a row of ", bytes, " bytes from rank ",
-              from, ", got ", row->bytes, "; all ranks must make the same calls in the same order");
+  TORCH_CHECK(row->bytes == bytes, "shared memory: expected a row of ", bytes, " bytes, got ",
+              row->bytes, "; all ranks must make the same calls in the same order");
   return *row;
 }
 
@@ -147,8 +147,8 @@ void SharedPeers::await(int peer, RowNotices::Kind kind, c10::function_ref<bool(
     if (is_ready) return;
     TORCH_CHECK(!has_ended, "its connection has ended");
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
-    TORCH_CHECK(waited < timeout, "shared memory: rank ", peer, " said nothing in ",
-                timeout.count(), " ms");
+    TORCH_CHECK(waited < timeout, "shared memory: the peer said nothing in ", timeout.count(),
+                " ms");
     if (waited < next_look) {
       notices.wait(kind, seen, std::min(timeout, next_look) - waited);
     } else {

@@ -335,8 +335,7 @@ bool RowBackend::finish(const std::shared_ptr<Arrival>& arrival, milliseconds ti
       changed_.wait_for(lock, timeout, [&] { return arrival->done || peers_->is_stopped(); });
   if (arrival->error) std::rethrow_exception(arrival->error);
   TORCH_CHECK(arrival->done || !peers_->is_stopped(), "aborted");
-  TORCH_CHECK(done, "shared memory: rank ", arrival->row.from, " sent nothing in ", timeout.count(),
-              " ms");
+  TORCH_CHECK(done, "shared memory: the peer sent nothing in ", timeout.count(), " ms");
   return true;
 }
 
