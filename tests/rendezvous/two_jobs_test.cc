@@ -210,6 +210,15 @@ TEST_F(TwoJobsTest, ARankMayComeToTheNextGroupBeforeRank0HasLeftTheLast) {
   EXPECT_EQ(first.rest(), kMet0);
 }
 
+// Without libuv the end of a server writes to a pipe, which a child has of its parent.
+TEST_F(TwoJobsTest, AForkedChildOfRank0LeavesItTheServerOfTheNextGroup) {
+  release();
+  Process first = start("USE_LIBUV=0 FORKS=1 RANK=0 WORLD_SIZE=2");
+  Process second = start("USE_LIBUV=0 RANK=1 WORLD_SIZE=2");
+  EXPECT_EQ(first.rest(), std::string(kMet0) + kMet0);
+  EXPECT_EQ(second.rest(), std::string(kMet1) + kMet1);
+}
+
 // The rounds of one job whose launcher starts it again over one store.
 class RoundsTest : public TwoJobsTest {
  protected:

@@ -73,7 +73,8 @@ std::string store_name(const Environment& env) {
 // when the last of this rank ends.
 void keep_server(const c10::intrusive_ptr<c10d::TCPStore>& store) {
   static std::mutex mutex;
-  static std::map<uint16_t, StorePtr> servers;  // by port
+  // By port. Never destroyed: at its exit a forked child would end the server of its parent.
+  static auto& servers = *new std::map<uint16_t, StorePtr>;
   const std::lock_guard<std::mutex> lock(mutex);
   servers.emplace(store->getPort(), store);
 }
