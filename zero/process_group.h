@@ -150,8 +150,8 @@ class Group {
 
   // Returns whether this process joins a job that runs already, as with ZERO_JOIN=1: rank() is then
   // its number among all processes that the job ever had, and world_size() one more. Such a group
-  // makes no communicators. It is for the constructor of ZeroOptimizer, which waits until the
-  // others take it in; ZeroOptimizer::group() is then a group like any other.
+  // makes no communicators, nor does a subgroup of it. It is for the constructor of ZeroOptimizer,
+  // which waits until the others take it in; ZeroOptimizer::group() is then a group like any other.
   bool joins() const;
   // Collective over `members`: the same as subgroup(), but the ranks may be those of processes that
   // joined the job, numbered as their rank() says. `newcomers` are those of them, by rank in the

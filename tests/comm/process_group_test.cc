@@ -221,6 +221,19 @@ TEST(GroupTest, AStoreThatIsSilentOnceRanksAreConnectedIsAnErrorInTimeThatNamesT
   store->freeze(false);
 }
 
+// The others have other numbers, and would never come.
+TEST(GroupTest, ASubgroupOfAProcessThatJoinsMakesNoCommunicatorAtOnce) {
+  const Group world(c10::make_intrusive<c10d::HashStore>(), 2, 3, "g",
+                    default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
+                    std::chrono::seconds(10), std::nullopt, {.joins = true});
+  const Group train = world.subgroup({0, 1, 2}, "train");
+  const auto begin = std::chrono::steady_clock::now();
+  for (const Group& group : {world, train, train.subgroup({2, 1}, "part")}) {
+    expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
+                 {"process 2, which joins the job", "ZeroOptimizer::group()"});
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  world.subgroup({2}, "alone").make_communicator("data", Purpose::kData);
 }
 
 TEST(GroupTest, RefusesWhatCannotBe) {

@@ -146,6 +146,7 @@ struct Group::State {
   std::vector<int> watched;
   std::optional<Topology> topology;  // always there
   Joining joining;
+  bool of_joining = false;     // a subgroup of one that joins: no other process has it
   std::vector<int> newcomers;  // joined the job with this group; the same on all ranks
   OwnProcess process;
   std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
@@ -217,6 +218,7 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
     state->global_ranks.push_back(state_->global_ranks[static_cast<size_t>(rank)]);
   }
   state->watched = state_->watched;
+  state->of_joining = joins() || state_->of_joining;
   Group group = *this;
   group.state_ = std::move(state);
   return group;
@@ -367,12 +369,10 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
                                                        bool two_level) const {
   const std::string full_name = c10::str(this->name(), "/", name);
   state_->process.check(c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")"));
-  TORCH_CHECK(!joins(), "communicator \"", full_name,
-              "\": expected a group of ranks that run, got "
-              "that of process ",
-              rank(),
-              ", which joins the job; make it over "
-              "ZeroOptimizer::group() instead");
+  TORCH_CHECK(!joins() && (!state_->of_joining || world_size() == 1), "communicator \"", full_name,
+              "\": expected a group of ranks that run, got that of process ", global_rank(),
+              ", which joins the job; make the optimizer over the group of init_process_group(), "
+              "and communicators over ZeroOptimizer::group()");
   if (world_size() == 1) {
     auto alone = std::make_unique<Communicator>(nullptr, full_name, timeout());
     RowCommunicator(*alone).count_failure_in(state_->failures);
