@@ -193,12 +193,20 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 }
 
 // Runs in the child between fork and exec. Another thread of the parent may have held any lock
-// at the fork, so only calls that take none are allowed here.
-[[noreturn]] void become(char** arguments, char** environment, int out, int error, pid_t parent) {
+// at the fork, so only calls that take none are allowed here. Signals are blocked: what has come
+// since the fork counts once the child has no handler of its parent, and before it takes `mask`.
+[[noreturn]] void become(char** arguments, char** environment, int out, int error, pid_t parent,
+                         const sigset_t& mask) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() == parent) {  // Otherwise it died before the call above, and no signal follows.
     if (out >= 0) dup2(out, STDOUT_FILENO);
     if (error >= 0) dup2(error, STDERR_FILENO);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction action = {};
+      sigaction(signal, nullptr, &action);
+      if (action.sa_handler != SIG_IGN) std::signal(signal, SIG_DFL);
+    }
+    sigprocmask(SIG_SETMASK, &mask, nullptr);
     execve("/proc/self/exe", arguments, environment);
   }
   _exit(127);
@@ -229,12 +237,16 @@ Child start_child(const Place& place, const Address& address, const LaunchOption
     child.pipes.emplace_back(ends[0], targets[child.pipes.size()], c10::str("[", rank, "] "));
   }
   const pid_t parent = getpid();
+  sigset_t all, mask;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &mask);
   child.pid = fork();
   if (child.pid == 0) {
     become(const_cast<char**>(argument_pointers.data()),
-           const_cast<char**>(environment_pointers.data()), writers[0], writers[1], parent);
+           const_cast<char**>(environment_pointers.data()), writers[0], writers[1], parent, mask);
   }
   const int fork_error = errno;
+  pthread_sigmask(SIG_SETMASK, &mask, nullptr);
   TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", place.ranks, ": ",
               std::strerror(fork_error));
   return child;
