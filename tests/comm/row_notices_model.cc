@@ -1,14 +1,16 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A model of zero/comm/backends/row_notices.cc, whose memory orders x86 hides: two ranks, two
-// slots, four rows, under all that the C++ memory model permits. Relacy (Debian's relacy-dev)
-// executes it in many orders and finds data races, deadlocks and values that are not there yet.
-// Each order is then weakened, which must be found. A program of its own, run by .ci/processors:
+// Runs zero/comm/backends/notice_page.h, whose memory orders x86 hides: two ranks, two slots, four
+// rows, under all that the C++ memory model permits. Relacy (Debian's relacy-dev) executes it in
+// many orders and finds data races, deadlocks and values that are not there yet. Each order is then
+// weakened, which must be found. A program of its own, run by .ci/processors:
 //
-//   g++ -std=c++17 -fno-sized-deallocation -O2 -o model tests/comm/row_notices_model.cc && ./model
+//   g++ -std=c++20 -fno-sized-deallocation -O2 -I. tests/comm/row_notices_model.cc && ./a.out
 #include <cstdio>
 #include <fstream>
+
+#include "zero/comm/backends/notice_page.h"
 
 #include <relacy/relacy.hpp>  // last: it redefines `delete`
 
@@ -32,16 +34,35 @@ enum Weak {
 };
 Weak weak = kNothing;
 
-rl::memory_order unless(Weak weakness, rl::memory_order order) {
-  return weak == weakness ? rl::mo_relaxed : order;
+rl::memory_order unless(Weak weakness, std::memory_order order) {
+  if (weak == weakness) return rl::mo_relaxed;
+  return order == std::memory_order::acquire   ? rl::mo_acquire
+         : order == std::memory_order::release ? rl::mo_release
+                                               : rl::mo_relaxed;
 }
+
+template <typename T>
+struct Word {
+  rl::atomic<T> value;
+  Weak at_write = kNothing, at_load = kNothing;
+  T load(std::memory_order order) const { return value.load(unless(at_load, order), $); }
+  void store(T desired, std::memory_order order) {
+    value.store(desired, unless(at_write, order), $);
+  }
+  void add(T more, std::memory_order order) { value.fetch_add(more, unless(at_write, order), $); }
+};
+
+struct Slot {
+  rl::var<uint64_t> row;  // what an announcement says
+  void operator=(uint64_t said) { row($) = said; }
+};
 
 // The system compares the word and begins to wait in one step, and a wake-up is behind a store.
 class Futex {
  public:
-  void wait(const rl::atomic<unsigned>& word, unsigned seen) {
+  void wait(const Word<uint32_t>& word, uint32_t seen) {
     mutex_.lock($);
-    while (word.load(rl::mo_relaxed, $) == seen) changed_.wait(mutex_, $);
+    while (word.value.load(rl::mo_relaxed, $) == seen) changed_.wait(mutex_, $);
     mutex_.unlock($);
   }
   void wake() {
@@ -56,15 +77,20 @@ class Futex {
 };
 
 struct Notices : rl::test_suite<Notices, 2> {
-  rl::atomic<unsigned> announced, taken, numbers[kSlots];
-  rl::var<unsigned> slots[kSlots];  // what an announcement says
-  rl::var<unsigned> rows[kSlots];   // the row itself, whose memory is used again once it is taken
+  // Of both ranks: one announces, the other takes.
+  zero::NoticePage<Word, Slot, kSlots> page;
+  rl::var<unsigned> rows[kSlots];  // the row itself, whose memory is used again once it is taken
   Futex of_announced, of_taken;
 
   void before() {
-    announced.store(0, rl::mo_relaxed, $);
-    taken.store(0, rl::mo_relaxed, $);
-    for (auto& number : numbers) number.store(0, rl::mo_relaxed, $);
+    const auto begin = [](auto& word, Weak at_write, Weak at_load) {
+      word.value.store(0, rl::mo_relaxed, $);
+      word.at_write = at_write;
+      word.at_load = at_load;
+    };
+    begin(page.announced, kAnnounced, kAnnouncedLoad);
+    begin(page.taken, kTaken, kTakenLoad);
+    for (auto& number : page.numbers) begin(number, kNumber, kNumberLoad);
   }
 
   void thread(unsigned index) { index == 0 ? announce() : take(); }
@@ -73,8 +99,7 @@ struct Notices : rl::test_suite<Notices, 2> {
     for (unsigned n = 0; n < kRows; ++n) {
       if (n >= kSlots) wait_until_taken(n - kSlots);
       rows[n % kSlots]($) = 100 + n;
-      slots[n % kSlots]($) = n;
-      announced.store(n + 1, unless(kAnnounced, rl::mo_release), $);
+      page.announce(n, n);
       of_announced.wake();
     }
     wait_until_taken(kRows - 1);
@@ -82,25 +107,28 @@ struct Notices : rl::test_suite<Notices, 2> {
 
   void wait_until_taken(unsigned row) {
     while (true) {
-      unsigned seen = weak == kSeenLater ? 0 : taken.load(unless(kTakenLoad, rl::mo_acquire), $);
-      if (numbers[row % kSlots].load(unless(kNumberLoad, rl::mo_acquire), $) > row) return;
-      if (weak == kSeenLater) seen = taken.load(rl::mo_acquire, $);
-      of_taken.wait(taken, seen);
+      uint32_t seen = weak == kSeenLater ? 0 : page.count_taken();
+      if (page.is_taken(row)) return;
+      if (weak == kSeenLater) seen = page.count_taken();
+      of_taken.wait(page.taken, seen);
     }
   }
 
   void take() {
     for (unsigned read = 0; read < kRows;) {
-      const unsigned seen = announced.load(unless(kAnnouncedLoad, rl::mo_acquire), $);
-      if (seen == read) of_announced.wait(announced, seen);
+      const uint32_t seen = page.count_announced();
+      if (seen == read) of_announced.wait(page.announced, seen);
       for (; read < seen; ++read) {
-        RL_ASSERT(slots[read % kSlots]($) == read);
+        RL_ASSERT(page.slots[read % kSlots].row($) == read);
         RL_ASSERT(rows[read % kSlots]($) == 100 + read);
-        if (weak == kOrder) taken.fetch_add(1, rl::mo_release, $);
-        if (weak == kOrder) of_taken.wake();
-        numbers[read % kSlots].store(read + 1, unless(kNumber, rl::mo_release), $);
-        if (weak != kOrder) taken.fetch_add(1, unless(kTaken, rl::mo_release), $);
-        if (weak != kOrder) of_taken.wake();
+        if (weak == kOrder) {
+          page.taken.value.fetch_add(1, rl::mo_release, $);
+          of_taken.wake();
+          page.numbers[read % kSlots].value.store(read + 1, rl::mo_release, $);
+        } else {
+          page.take(read);
+          of_taken.wake();
+        }
       }
     }
   }

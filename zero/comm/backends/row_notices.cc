@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -19,22 +18,34 @@
 #include <utility>
 #include <vector>
 
+#include "zero/comm/backends/notice_page.h"
+
 namespace zero {
 
-// What a rank says to one other. Zeros at first.
-struct RowNotices::Page {
-  struct Slot {
-    int64_t tag;
-    int64_t offset;
-    int64_t bytes;
-  };
-  int64_t password;
-  uint32_t closed;
-  uint32_t announced;                    // how many, modulo 2^32
-  uint32_t taken;                        // how many, modulo 2^32
-  std::array<Slot, kSlots> slots;        // row n is in slot n modulo kSlots
-  std::array<uint64_t, kSlots> numbers;  // n + 1 once row n of the peer has been taken
+namespace {
+
+// The memory is mapped by both processes, and read-only by one of them.
+template <typename T>
+struct SharedWord {
+  T value;
+  T load(std::memory_order order) const {
+    return std::atomic_ref<T>(const_cast<T&>(value)).load(order);
+  }
+  void store(T desired, std::memory_order order) {
+    std::atomic_ref<T>(value).store(desired, order);
+  }
+  void add(T more, std::memory_order order) { std::atomic_ref<T>(value).fetch_add(more, order); }
 };
+
+struct Slot {
+  int64_t tag;
+  int64_t offset;
+  int64_t bytes;
+};
+
+}  // namespace
+
+struct RowNotices::Page : NoticePage<SharedWord, Slot, kSlots> {};
 
 // What has been said to a peer that may still read it.
 struct RowNotices::Left {
@@ -45,34 +56,25 @@ struct RowNotices::Left {
 
 namespace {
 
-template <typename T>
-T load(const T& value) {
-  return std::atomic_ref<T>(const_cast<T&>(value)).load(std::memory_order_acquire);
-}
-
-template <typename T>
-void store(T& value, T desired) {
-  std::atomic_ref<T>(value).store(desired, std::memory_order_release);
-}
-
 // The futex is shared by processes that have mapped it at different addresses. Waiting and waking
 // only read the word, so it may belong to the peer.
-long futex(const uint32_t& word, int operation, uint32_t value, const timespec* limit) {
-  return syscall(SYS_futex, &word, operation, value, limit, nullptr, 0);
+long futex(const SharedWord<uint32_t>& word, int operation, uint32_t value, const timespec* limit) {
+  return syscall(SYS_futex, &word.value, operation, value, limit, nullptr, 0);
 }
 
-void wake_all(const uint32_t& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
+void wake_all(const SharedWord<uint32_t>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
 
-void sleep_on(const uint32_t& word, uint32_t seen, std::chrono::milliseconds limit) {
+void sleep_on(const SharedWord<uint32_t>& word, uint32_t seen, std::chrono::milliseconds limit) {
   timespec time{};
   time.tv_sec = limit.count() / 1000;
   time.tv_nsec = limit.count() % 1000 * 1000000;
   futex(word, FUTEX_WAIT, seen, &time);
 }
 
-bool can_sleep_on(const uint32_t& word) {
+bool can_sleep_on(const SharedWord<uint32_t>& word) {
   const timespec none{};
-  return futex(word, FUTEX_WAIT, load(word) + 1, &none) == -1 && errno == EAGAIN;
+  return futex(word, FUTEX_WAIT, word.load(std::memory_order_relaxed) + 1, &none) == -1 &&
+         errno == EAGAIN;
 }
 
 int64_t random_password() {
@@ -83,7 +85,8 @@ int64_t random_password() {
 }  // namespace
 
 bool RowNotices::Peer::is_closed() const {
-  return load(page->closed) != 0 || load(page->password) != password || !memory->is_there();
+  return page->closed.load(std::memory_order_acquire) != 0 ||
+         page->password.load(std::memory_order_acquire) != password || !memory->is_there();
 }
 
 std::unique_ptr<RowNotices> RowNotices::make(const std::shared_ptr<SharedMemory>& memory) {
@@ -99,7 +102,7 @@ RowNotices::RowNotices(at::Tensor memory)
     : memory_(std::move(memory)),
       own_(static_cast<Page*>(memory_.mutable_data_ptr())),
       process_(getpid()) {
-  own_->password = random_password();
+  own_->password.value = random_password();
 }
 
 RowNotices::~RowNotices() {
@@ -113,7 +116,7 @@ RowNotices::~RowNotices() {
   left.remove_if([](const Left& item) { return item.is_free(); });
 }
 
-RowNotices::Address RowNotices::address() const { return {offset_, own_->password}; }
+RowNotices::Address RowNotices::address() const { return {offset_, own_->password.value}; }
 
 bool RowNotices::connect(std::shared_ptr<PeerMemory> peer, Address theirs) {
   if (theirs.offset == 0) return false;
@@ -132,21 +135,19 @@ uint64_t RowNotices::announce(int tag, int64_t offset, int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t number = announced_++;
   TORCH_INTERNAL_ASSERT(number < kSlots || is_taken(number - kSlots));
-  own_->slots[number % kSlots] = {tag, offset, bytes};
-  store(own_->announced, static_cast<uint32_t>(announced_));
+  own_->announce(number, Slot{tag, offset, bytes});
   wake_all(own_->announced);
   return number;
 }
 
 void RowNotices::take(uint64_t number) noexcept {
-  store(own_->numbers[number % kSlots], number + 1);
-  std::atomic_ref<uint32_t>(own_->taken).fetch_add(1, std::memory_order_release);
+  own_->take(number);
   wake_all(own_->taken);
 }
 
 void RowNotices::close() noexcept {
   if (process_ != getpid()) return;
-  store(own_->closed, uint32_t{1});
+  own_->closed.store(1, std::memory_order_release);
   wake_all(own_->announced);
   wake_all(own_->taken);
 }
@@ -154,10 +155,10 @@ void RowNotices::close() noexcept {
 std::optional<RowNotices::Row> RowNotices::find(int tag) {
   const std::lock_guard<std::mutex> lock(mutex_);
   // Not more than there can be, whatever the peer has written.
-  const uint32_t news = load(peer_.page->announced) - static_cast<uint32_t>(read_);
+  const uint32_t news = peer_.page->count_announced() - static_cast<uint32_t>(read_);
   std::vector<std::pair<int, Row>> rows;
   for (uint64_t n = read_; n < read_ + std::min<uint64_t>(news, kSlots); ++n) {
-    const Page::Slot& slot = peer_.page->slots[n % kSlots];
+    const Slot& slot = peer_.page->slots[n % kSlots];
     rows.push_back({static_cast<int>(slot.tag), {n, slot.offset, slot.bytes}});
   }
   // Else these may be zeros.
@@ -172,14 +173,12 @@ std::optional<RowNotices::Row> RowNotices::find(int tag) {
   return row;
 }
 
-bool RowNotices::is_taken(uint64_t number) const {
-  return load(peer_.page->numbers[number % kSlots]) > number;
-}
+bool RowNotices::is_taken(uint64_t number) const { return peer_.page->is_taken(number); }
 
 bool RowNotices::is_closed() const { return peer_.is_closed(); }
 
 uint32_t RowNotices::count(Kind kind) const {
-  return load(kind == Kind::kAnnounced ? peer_.page->announced : peer_.page->taken);
+  return kind == Kind::kAnnounced ? peer_.page->count_announced() : peer_.page->count_taken();
 }
 
 void RowNotices::wait(Kind kind, uint32_t seen, std::chrono::milliseconds limit) const {
