@@ -4,12 +4,17 @@
 // A failure of one disk is an error on all ranks, which leaves every disk as it was; and
 // checkpoints that a crash leaves on some disks only.
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -21,6 +26,38 @@
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
+
+namespace {
+
+std::mutex order_mutex;
+std::vector<std::string> order;  // what has come to disk by fsync(), and "-> name" for each rename
+std::string slow;                // a part of what comes to disk late
+
+void add_to_order(const std::string& text) {
+  const std::lock_guard<std::mutex> lock(order_mutex);
+  order.push_back(text);
+}
+
+}  // namespace
+
+// These take the place of the C library's in the whole program.
+extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
+                         unsigned int flags) noexcept {
+  add_to_order(std::string("-> ") + to);
+  return static_cast<int>(syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
+}
+
+extern "C" int fsync(int file) {
+  std::error_code ignored;
+  const std::string path =
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string();
+  if (!slow.empty() && path.find(slow) != std::string::npos) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  const int result = static_cast<int>(syscall(SYS_fsync, file));
+  add_to_order(path);
+  return result;
+}
 
 namespace zero {
 namespace {
@@ -236,6 +273,27 @@ TEST(OwnDisksSaveErrorTest, ASecondSaveToADiskIsRefusedOnAllRanks) {
     other.optimizer->load_checkpoint(folder);
   });
   EXPECT_EQ(disks.hidden(), 0);
+}
+
+// Else a machine that ends could leave a new checkpoint on the others alone.
+TEST(OwnDisksCrashTest, EveryDiskHasTheNamesOfItsFilesBeforeTheFirstFolderGetsIts) {
+  const OwnDisks disks(fresh_folder("order"), {0, 1});
+  slow = "disk-1/";
+  save(disks, "step", 1);
+  slow.clear();
+  const auto named = std::find_if(order.begin(), order.end(), [](const std::string& text) {
+    return text.starts_with("-> ") && text.ends_with("/step");
+  });
+  ASSERT_TRUE(named != order.end());
+  for (const char* disk : {"/disk-0/", "/disk-1/"}) {
+    auto at = order.begin();
+    for (const char* end : {kManifestName, ".saving"}) {  // the folder behind the manifest in it
+      at = std::find_if(at, named, [&](const std::string& text) {
+        return text.find(disk) != std::string::npos && text.ends_with(end);
+      });
+    }
+    EXPECT_TRUE(at != named) << disk;
+  }
 }
 
 // A save of which the folder of rank 1 cannot be renamed, as when the machine ends at that moment.
