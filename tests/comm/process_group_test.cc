@@ -249,9 +249,11 @@ TEST(GroupTest, RefusesWhatCannotBe) {
   EXPECT_THROW(group.subgroup({0, 2}, "without me"), c10::Error);
   EXPECT_THROW(group.subgroup({1, 1}, "twice"), c10::Error);
   EXPECT_THROW(group.subgroup({1, 4}, "beyond"), c10::Error);
+  InitOptions options;
+  options.topology = Topology::of_equal_machines(4, 2);
+  expect_words(error_of([&] { init_process_group(options); }), {"one of 1 ranks, got one of 4"});
 }
 
-// A 2 x 2 mesh: rows and columns carry the same names on different ranks.
 TEST(GroupTest, AGpuWhereNoneIsSeenIsRefusedWithTheWayToBuild) {
   InitOptions options;
   options.device = at::Device(at::kCUDA, 63);
@@ -261,6 +263,7 @@ TEST(GroupTest, AGpuWhereNoneIsSeenIsRefusedWithTheWayToBuild) {
   EXPECT_NE(error.find("-DZERO_CUDA=ON"), std::string::npos) << error;
 }
 
+// A 2 x 2 mesh: rows and columns carry the same names on different ranks.
 TEST(GroupTest, SubgroupsOfAMesh) {
   for (const Transport transport : {Transport::kGloo, Transport::kMemory}) {
     run_ranks(

@@ -80,6 +80,11 @@ TEST(GenerationsTest, TheMemoryOfFreedFilesIsUsedAgain) {
   EXPECT_NE(generations.allocate(100, gpu).const_data_ptr(), first) << "its pages are not locked";
   EXPECT_EQ(generations.allocate(100, at::kCPU).const_data_ptr(), first);
   EXPECT_EQ(generations.allocate(99, at::kCPU).numel(), 99);
+  const auto read = generations.all()[0];
+  generations.add(generation(0, 2, 2, {0, 1}));
+  generations.keep_newest();
+  EXPECT_NE(generations.allocate(100, at::kCPU).const_data_ptr(),
+            read->files.at(0).bytes.const_data_ptr());
 }
 
 }  // namespace
