@@ -4,8 +4,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/stored_state.h"
@@ -26,11 +24,7 @@ at::TensorOptions stored_options(const at::Tensor& segment, Moments moments) {
 }  // namespace
 
 at::Tensor zero_state(const at::Tensor& segment, Moments moments) {
-  const auto options = stored_options(segment, moments);
-  if (moments != Moments::kInt8) {
-    return at::zeros_like(segment, options, at::MemoryFormat::Preserve);
-  }
-  return at::zeros({moment_bytes(moments, segment.numel())}, options);
+  return empty_state(segment, moments).zero_();
 }
 
 at::Tensor empty_state(const at::Tensor& segment, Moments moments) {
