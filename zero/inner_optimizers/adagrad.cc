@@ -3,7 +3,6 @@
 #include <ATen/ops/full_like.h>
 #include <torch/optim/adagrad.h>
 
-#include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/class_adapter.h"
 #include "zero/inner_optimizers/registry.h"
 
@@ -38,13 +37,10 @@ class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
   std::unique_ptr<State> initial_state(const Optimizer& optimizer, int64_t group,
                                        const at::Tensor& parameter) const override {
     // Whatever the group has, as in the constructor.
-    const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
-    const Optimizer& own = combined == nullptr ? optimizer : combined->part_of(group);
-    const double value =
-        static_cast<const ClassOptions&>(own.defaults()).initial_accumulator_value();
+    const auto& options = static_cast<const ClassOptions&>(part_of(optimizer, group).defaults());
     auto state = std::make_unique<ClassState>();
     state->step(0);
-    state->sum(at::full_like(parameter, value));
+    state->sum(at::full_like(parameter, options.initial_accumulator_value()));
     return state;
   }
   bool is_unused(const State& state) const override {

@@ -24,11 +24,6 @@ std::string name_of(const torch::optim::Optimizer& optimizer) {
   return name.empty() ? c10::demangle(typeid(optimizer).name()) : name;
 }
 
-const torch::optim::Optimizer& part_of(const torch::optim::Optimizer& optimizer, int64_t group) {
-  const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
-  return combined == nullptr ? optimizer : combined->part_of(group);
-}
-
 }  // namespace
 
 std::vector<bool> needs_whole_parameters(const torch::optim::Optimizer& optimizer) {

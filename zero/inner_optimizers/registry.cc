@@ -33,12 +33,16 @@ c10::ArrayRef<const OptimizerAdapter*> registered_adapters() {
   return kAdapters;
 }
 
+const torch::optim::Optimizer& part_of(const torch::optim::Optimizer& optimizer, int64_t group) {
+  const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
+  return combined == nullptr ? optimizer : combined->part_of(group);
+}
+
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer) {
   return find(optimizer);
 }
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group) {
-  const auto* combined = dynamic_cast<const CombinedOptimizer*>(&optimizer);
-  return find(combined == nullptr ? optimizer : combined->part_of(group));
+  return find(part_of(optimizer, group));
 }
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options) {
   return find(options);

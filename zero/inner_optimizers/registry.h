@@ -14,9 +14,12 @@ namespace zero {
 // In the order in which errors name the classes.
 c10::ArrayRef<const OptimizerAdapter*> registered_adapters();
 
+// What updates parameter group `group`: in a CombinedOptimizer, one of its parts.
+const torch::optim::Optimizer& part_of(const torch::optim::Optimizer& optimizer, int64_t group);
+
 // The adapter of exactly this class; serialized_adapter() for a class that is not in the registry.
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer);
-// That of the class that updates parameter group `group`: in a CombinedOptimizer, one of its parts.
+// The adapter of part_of(optimizer, group).
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group);
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options);
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state);
