@@ -192,27 +192,19 @@ class AdafactorAdapter : public ClassAdapter<Adafactor, AdafactorOptions, Adafac
   AdafactorAdapter()
       : ClassAdapter(
             "zero::Adafactor",
-            {option<AdafactorOptions>(
-                 "lr", [](auto& o) -> auto& { return o.lr(); }),
-             option<AdafactorOptions>(
-                 "beta2_decay", [](auto& o) -> auto& { return o.beta2_decay(); }),
+            {ZERO_OPTION(AdafactorOptions, lr),
+             ZERO_OPTION(AdafactorOptions, beta2_decay),
              {"eps1",
               [](const AdafactorOptions& o) { return std::get<0>(o.eps()).value_or(kNoEps); },
               [](AdafactorOptions& o, double value) {
                 std::get<0>(o.eps()) =
                     value == kNoEps ? std::nullopt : std::optional<double>(value);
               }},
-             option<AdafactorOptions>(
-                 "eps2", [](auto& o) -> auto& { return std::get<1>(o.eps()); }),
-             option<AdafactorOptions>(
-                 "d", [](auto& o) -> auto& { return o.d(); }),
-             option<AdafactorOptions>(
-                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-             option<AdafactorOptions>(
-                 "maximize", [](auto& o) -> auto& { return o.maximize(); })},
-            {state_tensor<AdafactorParamState>(
-                "variance", [](auto& s) -> auto& { return s.variance(); }, StateRole::kPlain,
-                Needed::kWithSomeOptions)},
+             ZERO_ELEMENT(AdafactorOptions, "eps2", eps, 1),
+             ZERO_OPTION(AdafactorOptions, d),
+             ZERO_OPTION(AdafactorOptions, weight_decay),
+             ZERO_OPTION(AdafactorOptions, maximize)},
+            {ZERO_STATE(AdafactorParamState, variance, kPlain, kWithSomeOptions)},
             [](AdafactorParamState& s) -> int64_t& { return s.step(); }) {}
 
   bool needs_whole_parameters() const override { return true; }

@@ -17,22 +17,13 @@ using ClassState = torch::optim::AdagradParamState;
 class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
  public:
   AdagradAdapter()
-      : ClassAdapter("Adagrad",
-                     {option<ClassOptions>(
-                          "lr", [](auto& o) -> auto& { return o.lr(); }),
-                      option<ClassOptions>(
-                          "lr_decay", [](auto& o) -> auto& { return o.lr_decay(); }),
-                      option<ClassOptions>(
-                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-                      option<ClassOptions>(
-                          "initial_accumulator_value",
-                          [](auto& o) -> auto& { return o.initial_accumulator_value(); }),
-                      option<ClassOptions>(
-                          "eps", [](auto& o) -> auto& { return o.eps(); })},
-                     {state_tensor<ClassState>(
-                         "sum", [](auto& s) -> auto& { return s.sum(); }, StateRole::kPlain,
-                         Needed::kAlways)},
-                     [](ClassState& s) -> int64_t& { return s.step(); }) {}
+      : ClassAdapter(
+            "Adagrad",
+            {ZERO_OPTION(ClassOptions, lr), ZERO_OPTION(ClassOptions, lr_decay),
+             ZERO_OPTION(ClassOptions, weight_decay),
+             ZERO_OPTION(ClassOptions, initial_accumulator_value), ZERO_OPTION(ClassOptions, eps)},
+            {ZERO_STATE(ClassState, sum, kPlain, kAlways)},
+            [](ClassState& s) -> int64_t& { return s.step(); }) {}
 
   std::unique_ptr<State> initial_state(const Optimizer& optimizer, int64_t group,
                                        const at::Tensor& parameter) const override {

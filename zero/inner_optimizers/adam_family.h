@@ -21,27 +21,12 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
   // `decoupled`: the weight decay multiplies the parameter, and is no part of the gradient.
   AdamAdapter(const char* name, bool decoupled)
       : Base(name,
-             {option<Options>(
-                  "lr", [](auto& o) -> auto& { return o.lr(); }),
-              option<Options>(
-                  "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
-              option<Options>(
-                  "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
-              option<Options>(
-                  "eps", [](auto& o) -> auto& { return o.eps(); }),
-              option<Options>(
-                  "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-              option<Options>(
-                  "amsgrad", [](auto& o) -> auto& { return o.amsgrad(); })},
-             {state_tensor<State>(
-                  "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); }, StateRole::kAverage,
-                  Needed::kAlways),
-              state_tensor<State>(
-                  "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); },
-                  StateRole::kSecondMoment, Needed::kAlways),
-              state_tensor<State>(
-                  "max_exp_avg_sq", [](auto& s) -> auto& { return s.max_exp_avg_sq(); },
-                  StateRole::kPlain, Needed::kWithSomeOptions)},
+             {ZERO_OPTION(Options, lr), ZERO_ELEMENT(Options, "beta1", betas, 0),
+              ZERO_ELEMENT(Options, "beta2", betas, 1), ZERO_OPTION(Options, eps),
+              ZERO_OPTION(Options, weight_decay), ZERO_OPTION(Options, amsgrad)},
+             {ZERO_STATE(State, exp_avg, kAverage, kAlways),
+              ZERO_STATE(State, exp_avg_sq, kSecondMoment, kAlways),
+              ZERO_STATE(State, max_exp_avg_sq, kPlain, kWithSomeOptions)},
              [](State& s) -> int64_t& { return s.step(); }),
         decoupled_(decoupled) {}
 

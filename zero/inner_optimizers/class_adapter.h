@@ -1,10 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The adapter of a class as a list of its options and one of its state tensors. An accessor is
-// given as a lambda without captures that returns a reference:
-//
-//   option<Options>("lr", [](auto& o) -> auto& { return o.lr(); })
+// The adapter of a class as a list of its options and one of its state tensors.
 #pragma once
 
 #include <ATen/ops/full.h>
@@ -58,6 +55,17 @@ StateField<State> state_tensor(const char* name, Accessor, StateRole role, Neede
           [](State& s, at::Tensor tensor) { Accessor()(s) = std::move(tensor); }, role,
           needed == Needed::kAlways};
 }
+
+// Each has the name of its accessor, which returns a reference; an element of a tuple has its own.
+#define ZERO_OPTION(Options, name) \
+  option<Options>(                 \
+      #name, [](auto& o) -> auto& { return o.name(); })
+#define ZERO_ELEMENT(Options, name, tuple, i) \
+  option<Options>(                            \
+      name, [](auto& o) -> auto& { return std::get<i>(o.tuple()); })
+#define ZERO_STATE(State, name, role, needed) \
+  state_tensor<State>(                        \
+      #name, [](auto& s) -> auto& { return s.name(); }, StateRole::role, Needed::needed)
 
 template <typename Class, typename ClassOptions, typename ClassState>
 class ClassAdapter : public OptimizerAdapter {

@@ -182,27 +182,13 @@ class LambAdapter : public ClassAdapter<Lamb, LambOptions, LambParamState> {
  public:
   LambAdapter()
       : ClassAdapter("zero::Lamb",
-                     {option<LambOptions>(
-                          "lr", [](auto& o) -> auto& { return o.lr(); }),
-                      option<LambOptions>(
-                          "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
-                      option<LambOptions>(
-                          "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
-                      option<LambOptions>(
-                          "eps", [](auto& o) -> auto& { return o.eps(); }),
-                      option<LambOptions>(
-                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-                      option<LambOptions>(
-                          "bias_correction", [](auto& o) -> auto& { return o.bias_correction(); }),
-                      norm_bound<0>("least_norm"), norm_bound<1>("largest_norm"),
-                      option<LambOptions>(
-                          "adapt", [](auto& o) -> auto& { return o.adapt(); })},
-                     {state_tensor<LambParamState>(
-                          "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); },
-                          StateRole::kPlain, Needed::kAlways),
-                      state_tensor<LambParamState>(
-                          "exp_avg_sq", [](auto& s) -> auto& { return s.exp_avg_sq(); },
-                          StateRole::kPlain, Needed::kAlways)},
+                     {ZERO_OPTION(LambOptions, lr), ZERO_ELEMENT(LambOptions, "beta1", betas, 0),
+                      ZERO_ELEMENT(LambOptions, "beta2", betas, 1), ZERO_OPTION(LambOptions, eps),
+                      ZERO_OPTION(LambOptions, weight_decay),
+                      ZERO_OPTION(LambOptions, bias_correction), norm_bound<0>("least_norm"),
+                      norm_bound<1>("largest_norm"), ZERO_OPTION(LambOptions, adapt)},
+                     {ZERO_STATE(LambParamState, exp_avg, kPlain, kAlways),
+                      ZERO_STATE(LambParamState, exp_avg_sq, kPlain, kAlways)},
                      [](LambParamState& s) -> int64_t& { return s.step(); }) {}
 
   bool needs_whole_parameters() const override { return true; }

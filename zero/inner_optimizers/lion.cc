@@ -109,18 +109,11 @@ namespace {
 class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, public FusedUpdate {
  public:
   LionAdapter()
-      : ClassAdapter("zero::Lion",
-                     {option<LionOptions>(
-                          "lr", [](auto& o) -> auto& { return o.lr(); }),
-                      option<LionOptions>(
-                          "beta1", [](auto& o) -> auto& { return std::get<0>(o.betas()); }),
-                      option<LionOptions>(
-                          "beta2", [](auto& o) -> auto& { return std::get<1>(o.betas()); }),
-                      option<LionOptions>(
-                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); })},
-                     {state_tensor<LionParamState>(
-                         "exp_avg", [](auto& s) -> auto& { return s.exp_avg(); },
-                         StateRole::kAverage, Needed::kAlways)}) {}
+      : ClassAdapter(
+            "zero::Lion",
+            {ZERO_OPTION(LionOptions, lr), ZERO_ELEMENT(LionOptions, "beta1", betas, 0),
+             ZERO_ELEMENT(LionOptions, "beta2", betas, 1), ZERO_OPTION(LionOptions, weight_decay)},
+            {ZERO_STATE(LionParamState, exp_avg, kAverage, kAlways)}) {}
 
   void check_options(const Options& options) const override {
     zero::check_options(static_cast<const LionOptions&>(options));

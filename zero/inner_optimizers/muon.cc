@@ -323,24 +323,15 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
   MuonAdapter()
       : ClassAdapter(
             "zero::Muon",
-            {option<MuonOptions>(
-                 "lr", [](auto& o) -> auto& { return o.lr(); }),
-             option<MuonOptions>(
-                 "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-             option<MuonOptions>(
-                 "momentum", [](auto& o) -> auto& { return o.momentum(); }),
-             option<MuonOptions>(
-                 "nesterov", [](auto& o) -> auto& { return o.nesterov(); }),
-             option<MuonOptions>(
-                 "ns_a", [](auto& o) -> auto& { return std::get<0>(o.ns_coefficients()); }),
-             option<MuonOptions>(
-                 "ns_b", [](auto& o) -> auto& { return std::get<1>(o.ns_coefficients()); }),
-             option<MuonOptions>(
-                 "ns_c", [](auto& o) -> auto& { return std::get<2>(o.ns_coefficients()); }),
-             option<MuonOptions>(
-                 "eps", [](auto& o) -> auto& { return o.eps(); }),
-             option<MuonOptions>(
-                 "ns_steps", [](auto& o) -> auto& { return o.ns_steps(); }),
+            {ZERO_OPTION(MuonOptions, lr),
+             ZERO_OPTION(MuonOptions, weight_decay),
+             ZERO_OPTION(MuonOptions, momentum),
+             ZERO_OPTION(MuonOptions, nesterov),
+             ZERO_ELEMENT(MuonOptions, "ns_a", ns_coefficients, 0),
+             ZERO_ELEMENT(MuonOptions, "ns_b", ns_coefficients, 1),
+             ZERO_ELEMENT(MuonOptions, "ns_c", ns_coefficients, 2),
+             ZERO_OPTION(MuonOptions, eps),
+             ZERO_OPTION(MuonOptions, ns_steps),
              {"match_rms_adamw",
               [](const MuonOptions& o) { return o.adjust_lr_fn() == kMatchRms ? 1.0 : 0.0; },
               [](MuonOptions& o, double value) {
@@ -348,11 +339,8 @@ class MuonAdapter : public ClassAdapter<Muon, MuonOptions, MuonParamState> {
               }},
              ns_dtype<at::kFloat>("ns_fp32"),
              ns_dtype<at::kBFloat16>("ns_bf16"),
-             option<MuonOptions>(
-                 "batched", [](auto& o) -> auto& { return o.batched(); })},
-            {state_tensor<MuonParamState>(
-                "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
-                StateRole::kAverage, Needed::kAlways)}) {}
+             ZERO_OPTION(MuonOptions, batched)},
+            {ZERO_STATE(MuonParamState, momentum_buffer, kAverage, kAlways)}) {}
 
   bool needs_whole_parameters() const override { return true; }
   void check_options(const Options& options) const override {

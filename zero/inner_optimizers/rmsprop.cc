@@ -30,27 +30,12 @@ class RmspropAdapter final : public ClassAdapter<Class, ClassOptions, ClassState
 const OptimizerAdapter& rmsprop_adapter() {
   static const RmspropAdapter adapter(
       "RMSprop",
-      {option<ClassOptions>(
-           "lr", [](auto& o) -> auto& { return o.lr(); }),
-       option<ClassOptions>(
-           "alpha", [](auto& o) -> auto& { return o.alpha(); }),
-       option<ClassOptions>(
-           "eps", [](auto& o) -> auto& { return o.eps(); }),
-       option<ClassOptions>(
-           "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-       option<ClassOptions>(
-           "momentum", [](auto& o) -> auto& { return o.momentum(); }),
-       option<ClassOptions>(
-           "centered", [](auto& o) -> auto& { return o.centered(); })},
-      {state_tensor<ClassState>(
-           "square_avg", [](auto& s) -> auto& { return s.square_avg(); }, StateRole::kPlain,
-           Needed::kAlways),
-       state_tensor<ClassState>(
-           "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
-           StateRole::kPlain, Needed::kWithSomeOptions),
-       state_tensor<ClassState>(
-           "grad_avg", [](auto& s) -> auto& { return s.grad_avg(); }, StateRole::kPlain,
-           Needed::kWithSomeOptions)},
+      {ZERO_OPTION(ClassOptions, lr), ZERO_OPTION(ClassOptions, alpha),
+       ZERO_OPTION(ClassOptions, eps), ZERO_OPTION(ClassOptions, weight_decay),
+       ZERO_OPTION(ClassOptions, momentum), ZERO_OPTION(ClassOptions, centered)},
+      {ZERO_STATE(ClassState, square_avg, kPlain, kAlways),
+       ZERO_STATE(ClassState, momentum_buffer, kPlain, kWithSomeOptions),
+       ZERO_STATE(ClassState, grad_avg, kPlain, kWithSomeOptions)},
       [](ClassState& s) -> int64_t& { return s.step(); });
   return adapter;
 }

@@ -20,19 +20,10 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
  public:
   SgdAdapter()
       : ClassAdapter("SGD",
-                     {option<ClassOptions>(
-                          "lr", [](auto& o) -> auto& { return o.lr(); }),
-                      option<ClassOptions>(
-                          "momentum", [](auto& o) -> auto& { return o.momentum(); }),
-                      option<ClassOptions>(
-                          "dampening", [](auto& o) -> auto& { return o.dampening(); }),
-                      option<ClassOptions>(
-                          "weight_decay", [](auto& o) -> auto& { return o.weight_decay(); }),
-                      option<ClassOptions>(
-                          "nesterov", [](auto& o) -> auto& { return o.nesterov(); })},
-                     {state_tensor<ClassState>(
-                         "momentum_buffer", [](auto& s) -> auto& { return s.momentum_buffer(); },
-                         StateRole::kAverage, Needed::kWithSomeOptions)}) {}
+                     {ZERO_OPTION(ClassOptions, lr), ZERO_OPTION(ClassOptions, momentum),
+                      ZERO_OPTION(ClassOptions, dampening), ZERO_OPTION(ClassOptions, weight_decay),
+                      ZERO_OPTION(ClassOptions, nesterov)},
+                     {ZERO_STATE(ClassState, momentum_buffer, kAverage, kWithSomeOptions)}) {}
 
   const FusedUpdate* fused() const override { return this; }
 
