@@ -5,8 +5,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
-#include <utility>
-
 #include "zero/base/error_text.h"
 #include "zero/base/normal_tensors.h"
 

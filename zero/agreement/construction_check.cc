@@ -7,8 +7,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <string>
-#include <vector>
 
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"

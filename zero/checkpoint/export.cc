@@ -10,12 +10,8 @@
 #include <cmath>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 #include "zero/base/json_text.h"
 #include "zero/checkpoint.h"

@@ -13,7 +13,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <tuple>
-#include <utility>
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"

@@ -11,13 +11,11 @@
 #include <map>
 #include <system_error>
 #include <tuple>
-#include <utility>
 
 #include "zero/base/error_text.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/reader.h"
 
 namespace zero {

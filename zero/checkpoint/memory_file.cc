@@ -17,7 +17,6 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <utility>

@@ -11,9 +11,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "zero/comm/backends/shared_memory.h"
 #include "zero/rendezvous/meeting.h"

@@ -17,7 +17,6 @@
 #include <mutex>
 #include <numeric>
 #include <sstream>
-#include <utility>
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include "zero/base/streams.h"
 #include "zero/comm/row_communicator.h"

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
-#include "zero/comm/row_communicator.h"
 #include "zero/memory/bucket_memory.h"
 #include "zero/memory/trace_range.h"
 

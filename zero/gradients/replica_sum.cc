@@ -3,7 +3,6 @@
 #include "zero/gradients/replica_sum.h"
 
 #include <deque>
-#include <utility>
 
 #include "kernels/sum_rows.h"
 #include "zero/memory/device_stream.h"

@@ -10,7 +10,6 @@
 #include <charconv>
 #include <cmath>
 #include <typeinfo>
-#include <utility>
 
 #include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"

@@ -5,7 +5,6 @@
 #include "zero/lion.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/serialize.h>
 

@@ -3,7 +3,6 @@
 #include "zero/inner_optimizers/newton_schulz.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/empty.h>

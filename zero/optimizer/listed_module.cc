@@ -6,7 +6,6 @@
 
 #include <map>
 #include <string>
-#include <utility>
 
 namespace zero {
 namespace {

@@ -5,11 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <optional>
-#include <string>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
-#include <vector>
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"

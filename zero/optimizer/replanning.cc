@@ -9,10 +9,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <exception>
-#include <map>
 #include <numeric>
-#include <optional>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>

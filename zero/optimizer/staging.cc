@@ -7,10 +7,8 @@
 
 #include <map>
 #include <numeric>
-#include <string>
 
 #include "zero/inner_optimizers/classes.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {

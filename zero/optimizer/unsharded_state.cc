@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>

@@ -10,7 +10,6 @@
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <set>
 #include <sstream>
 #include <utility>
 

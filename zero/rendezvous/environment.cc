@@ -8,7 +8,6 @@
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
-#include <optional>
 #include <string_view>
 
 namespace zero {

@@ -13,11 +13,8 @@
 #include <set>
 #include <sstream>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "zero/base/detached_call.h"
-#include "zero/base/error_text.h"
 #include "zero/base/slow_wait.h"
 #include "zero/rendezvous/ended_ranks.h"
 

@@ -5,13 +5,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <string>
-#include <utility>
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
 #include "zero/base/streams.h"
-#include "zero/comm/row_communicator.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
 

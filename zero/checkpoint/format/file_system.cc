@@ -3,7 +3,6 @@
 #include "zero/checkpoint/format/file_system.h"
 
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>

@@ -13,8 +13,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <system_error>
-#include <utility>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/format/manifest.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cctype>
 #include <exception>
@@ -11,7 +9,6 @@
 #include <numeric>
 #include <system_error>
 #include <unordered_map>
-#include <utility>
 
 #include "zero/checkpoint/format/hashed_file.h"
 

@@ -13,7 +13,6 @@
 #include <tuple>
 #include <utility>
 
-#include "bookkeeping/reshard.h"
 #include "zero/base/error_text.h"
 
 namespace zero {

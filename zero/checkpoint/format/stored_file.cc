@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <thread>

@@ -9,7 +9,6 @@
 #include <bit>
 #include <cmath>
 #include <set>
-#include <string>
 #include <tuple>
 
 namespace zero {

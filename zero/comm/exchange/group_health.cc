@@ -7,7 +7,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "zero/base/error_text.h"

@@ -5,7 +5,6 @@
 
 #include <limits>
 #include <memory>
-#include <utility>
 #include <vector>
 
 namespace zero {

@@ -7,8 +7,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <atomic>
-#include <set>
 #include <sstream>
 #include <thread>
 #include <utility>

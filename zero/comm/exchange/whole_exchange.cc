@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <chrono>
 #include <utility>
-#include <vector>
 
 #include "zero/base/detached_call.h"
 
