@@ -50,7 +50,7 @@ TEST(OwnOptimizerTest, StateAndOptionsOfEveryKindAreStored) {
     int64_t bytes = 0;
     for (const auto& item : run.optimizer->inner().state()) {
       const auto& state = static_cast<const OwnState&>(*item.second);
-      bytes += 5 * state.momentum().numel() + 8;
+      bytes += 6 * state.momentum().numel() + 8;
     }
     EXPECT_GT(bytes, 0);
     EXPECT_EQ(run.optimizer->memory().optimizer_state, bytes);
