@@ -248,6 +248,7 @@ std::vector<MemoryReport> memory_of(const MemoryCase& c, int world_size) {
                             with_scale(1).stage(c.stage).layout(c.layout).bucket_bytes(1000));
     for (int step = 0; step < 2; ++step) {
       optimizer.backward(model.loss(gradients));
+      optimizer.reduce_gradients();  // in stage 1 it gathers averages
       optimizer.step();
     }
     const MemoryReport got = optimizer.memory();
