@@ -31,6 +31,7 @@
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
 #include "zero/base/streams.h"
+#include "zero/checkpoint.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -501,6 +502,38 @@ TEST(DeviceTest, AnOptimizerMayEndWhileItsShardIsCopied) {
     });
   }
   EmulatedDevice::set_copy_time(std::chrono::milliseconds(0));
+}
+
+// The counts of updates are on the device: those of before must not come back.
+TEST(DeviceTest, APlainStateReplacesTheOneThatWasThere) {
+  const std::string folder = fresh_folder("device_plain_state");
+  std::latch exported(2);
+  run_device_ranks(2, [&](const Group& group) {
+    Copied trained(group, ZeroOptions().bucket_bytes(1024));
+    for (uint64_t i = 0; i < 3; ++i) trained.step(i);
+    trained.optimizer->save_checkpoint(folder + "/saved");
+    if (group.rank() == 0) export_optimizer_state(folder + "/saved", folder + "/state.safetensors");
+    exported.arrive_and_wait();
+    for (const bool used : {false, true}) {
+      trained.optimizer->load_checkpoint(folder + "/saved");
+      Copied other(group, ZeroOptions().bucket_bytes(1024));
+      if (used) other.step(7);
+      {
+        const at::NoGradGuard no_grad;
+        for (size_t i = 0; i < other.model->parameters().size(); ++i) {
+          other.model->parameters()[i].copy_(trained.model->parameters()[i]);
+        }
+      }
+      other.optimizer->refresh_master_parameters();
+      other.optimizer->load_plain_state(folder + "/state.safetensors");
+      trained.step(3);
+      other.step(3);
+      const std::vector<at::Tensor> expected = trained.values(), values = other.values();
+      for (size_t i = 0; i < values.size(); ++i) {
+        EXPECT_TRUE(at::equal(values[i], expected[i])) << "parameter " << i;
+      }
+    }
+  });
 }
 
 TEST(DeviceTest, AProtectedStepComesBackBitByBit) {
