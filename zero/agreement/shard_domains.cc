@@ -3,6 +3,7 @@
 #include "zero/agreement/shard_domains.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>  // prints a list of ranks
 
 #include <algorithm>
 #include <map>
