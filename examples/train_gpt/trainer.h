@@ -131,7 +131,7 @@ class Trainer {
   bool measured_ = false;   // the model that train() begins with
   bool goes_back_ = false;  // the next step is the first after a recovery, or after joining
   bool traced_ = false;
-  StepMetrics latest_;
+  StepMetrics latest_;  // of the last step that was made, or the number of one that was not
 };
 
 }  // namespace zero::examples

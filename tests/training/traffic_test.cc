@@ -70,7 +70,7 @@ TEST(TrafficTest, BytesPerStepAreTheFormula) {
           EXPECT_EQ(after.rounds - before.rounds, 2);
           EXPECT_EQ(after.steps - before.steps, 1);
           EXPECT_EQ(optimizer.memory().unsent_gradients, 0);
-          // Averages that nobody can read are not gathered.
+          // Without a clip a step gathers the parameters alone, also in stage 1.
           one_step(model, optimizer, group.rank(), 1, /*clip=*/false);
           EXPECT_EQ(optimizer.stats().data.gather_bytes_sent - after.data.gather_bytes_sent, share);
         });
