@@ -83,6 +83,16 @@ expect "user.bazelrc" "build //..." "$(bazelw build //...)"
 echo "# build --jobs=2" > "$work/tree/user.bazelrc"
 expect "a comment in user.bazelrc" "build --jobs=5 //..." "$(bazelw build //...)"
 
+# What is fetched lies in the checkout, and Bazel refuses a libtorch whose path has a space.
+mkdir -p "$work/a tree/third_party"
+cp "$work/tree/bazelw" "$work/a tree/"
+cp "$work/tree/third_party"/* "$work/a tree/third_party/"
+printf '#!/bin/sh\necho fetched\n' > "$work/a tree/third_party/fetch_libtorch.sh"
+chmod +x "$work/a tree/third_party/fetch_libtorch.sh"
+(unset TORCH_PATH; PATH=$work/bin:$PATH "$work/a tree/bazelw" build //... 2>&1) > "$work/log" && fail "a space: taken"
+[[ $(< "$work/log") == "bazelw: expected a checkout whose path has no space"* ]] || fail "a space: $(< "$work/log")"
+expect "a space, with a libtorch" "build --jobs=5 //..." "$(PATH=$work/bin:$PATH "$work/a tree/bazelw" build //... 2>&1)"
+
 said="run this again with --jobs=1"
 # ends <status> <line of Bazel's log>: what bazelw says, and that it passes the status on.
 ends() {
