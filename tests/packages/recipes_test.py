@@ -239,6 +239,13 @@ include("%s/packaging/vcpkg/zero/portfile.cmake")
         image = set((ROOT / "packaging/Dockerfile").read_text().split())
         self.assertEqual(set(needed) - image, set())
 
+    def test_the_command_of_conan_sets_the_standard_that_the_recipe_asks_for(self):
+        standard = re.search(r"check_min_cppstd\(self, (\d+)\)", (ROOT / "packaging/conan/conanfile.py").read_text())[1]
+        commands = re.findall(r"`(conan create [^`]*)`", (ROOT / "docs/building.md").read_text())
+        self.assertTrue(commands)
+        for command in commands:
+            self.assertIn(f" -s compiler.cppstd={standard}", command)
+
     def test_conan_reads_the_recipe(self):
         if not shutil.which("conan"):
             self.skipTest("no conan here")
