@@ -63,7 +63,7 @@ printf '%s\n' 'APT_PACKAGES=""' 'APT_PLUGIN_PACKAGE="dpkg"' > "$work/tree/third_
 printf '#!/bin/sh\necho 5\n' > "$work/tree/third_party/build_jobs.sh"
 cat > "$work/bin/bazel" << 'END'
 #!/bin/sh
-[ "$1" != --version ] || { echo "bazel no_version"; exit; }
+[ "$1" != --version ] || { echo "bazel ${BAZEL_VERSION:-no_version}"; exit; }
 [ -z "${BAZEL_PID:-}" ] || { echo $$ > "$BAZEL_PID"; exec sleep 1000; }
 echo "$*"
 exit "$BAZEL_STATUS"
@@ -82,6 +82,12 @@ echo "build --jobs=2" > "$work/tree/user.bazelrc"
 expect "user.bazelrc" "build //..." "$(bazelw build //...)"
 echo "# build --jobs=2" > "$work/tree/user.bazelrc"
 expect "a comment in user.bazelrc" "build --jobs=5 //..." "$(bazelw build //...)"
+
+expect "Bazel 7" "--bazelrc=$work/tree/third_party/bazel7.bazelrc build --jobs=5 //..." "$(BAZEL_VERSION=7.6.1 bazelw build //...)"
+for version in 8.0.0 9.1.0 10.0.0; do
+  BAZEL_VERSION=$version bazelw build //... > "$work/log" && fail "Bazel $version: taken"
+  grep -q "bazelw: expected Bazel 4 to 7,.*got bazel $version in $work/bin/bazel" "$work/log" || fail "Bazel $version: $(< "$work/log")"
+done
 
 # What is fetched lies in the checkout, and Bazel refuses a libtorch whose path has a space.
 mkdir -p "$work/a tree/third_party"
