@@ -51,5 +51,6 @@ python3 -m venv "$venv"
   echo "zero: pip could not install $pins; set TORCH_PATH to a torch package folder or LIBTORCH to an unpacked libtorch to do without" >&2
   exit 1
 }
-ln -s "$(cd "$venv"/lib/python3*/site-packages/torch && pwd)" "$venv/torch"
+# Relative, since .deps may be a link in a checkout that is removed.
+(cd "$venv" && ln -s lib/python3*/site-packages/torch torch)
 printf '%s' "$pins" > "$marker"
