@@ -104,6 +104,10 @@ def _check_toolkit(rctx, root, version, cudart_folders):
                 fail("zero: expected a CUDA toolkit %d.%d or a later %d, as the libtorch in %s needs, got %d.%d in %s; set CUDA_HOME to another" %
                      (major, oldest[1], major, root, found[0], found[1], home))
 
+def _compiler(rctx):
+    """What the compiler says of itself; "" where Bazel's own configuration would not find it either."""
+    return rctx.execute([rctx.os.environ.get("CC", "") or "gcc", "--version"]).stdout
+
 def _libtorch_impl(rctx):
     cuda = rctx.os.environ.get("ZERO_CUDA", "") == "1"
     root = _torch_root(rctx, cuda)
@@ -113,6 +117,7 @@ def _libtorch_impl(rctx):
     version = _version(rctx, root)
     rctx.symlink("%s/include" % root, "include")
     rctx.file("paths/zero_libtorch_paths.h", _HEADER.format(root = root, version = version))
+    rctx.file("compiler.txt", _compiler(rctx))
 
     # The wheels of NVIDIA lie beside torch; an unpacked libtorch has none and
     # takes nccl.h from the CUDA toolkit.
@@ -131,6 +136,6 @@ def _libtorch_impl(rctx):
 
 libtorch_repository = repository_rule(
     implementation = _libtorch_impl,
-    environ = ["TORCH_PATH", "LIBTORCH", "ZERO_CUDA", "CUDA_HOME", "CUDA_PATH"],
+    environ = ["TORCH_PATH", "LIBTORCH", "ZERO_CUDA", "CUDA_HOME", "CUDA_PATH", "CC"],
     local = True,
 )

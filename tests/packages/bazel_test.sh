@@ -54,6 +54,18 @@ if ((${#steps[@]} == 0)); then
   grep -q ': 2 ranks and one process agree$' "$work/output"
 fi
 
+# Another g++ in the place of one makes other precompiled headers: what it says of itself is an input.
+printf '#!/bin/sh\n[ "$*" != --version ] || { cat "%s"; exit; }\nexec gcc "$@"\n' "$work/version" > "$work/gcc"
+chmod +x "$work/gcc"
+for version in "gcc 12.2.0-14" "gcc 12.2.0-14+deb12u1"; do
+  echo "$version" > "$work/version"
+  run_bazel shutdown
+  CC=$work/gcc run_bazel aquery 'mnemonic("PrecompileHeader", @zero//third_party/pch:torch)' > "$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+  grep -q 'Inputs:.*external/libtorch/compiler.txt' "$work/log"
+  grep -qxF "$version" "$(run_bazel info output_base 2> /dev/null)/external/libtorch/compiler.txt"
+done
+run_bazel shutdown
+
 mkdir -p "$work/old/include/torch/headeronly" "$work/old/include/torch/csrc/api/include/torch" "$work/old/lib"
 touch "$work/old/include/torch/csrc/api/include/torch/torch.h"
 printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR 8 PATCH 0 > "$work/old/include/torch/headeronly/version.h"

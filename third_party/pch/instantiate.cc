@@ -25,8 +25,9 @@ void register_pragma(void*, void*) { c_register_pragma("zero", "instantiate", in
 }  // namespace
 
 int plugin_init(plugin_name_args* plugin, plugin_gcc_version* compiler) {
-  // Where the headers are of another compiler, types may have other members.
-  if (!plugin_default_version_check(compiler, &gcc_version)) return 1;
+  // Types of another compiler than the headers' may have other members. A build that was configured
+  // before an upgrade then goes on without the pragma.
+  if (!plugin_default_version_check(compiler, &gcc_version)) return 0;
   register_callback(plugin->base_name, PLUGIN_PRAGMAS, register_pragma, nullptr);
   return 0;
 }

@@ -57,7 +57,9 @@ def _precompiled_header_impl(ctx):
             action_name = _COMPILE,
             variables = variables,
         ),
-        inputs = depset([header, ctx.file._instantiate], transitive = [context.headers, toolchain.all_files]),
+        # Bazel knows a compiler of the system by its path alone, and one that was upgraded there
+        # refuses the header of the one before.
+        inputs = depset([header, ctx.file._instantiate, ctx.file._compiler], transitive = [context.headers, toolchain.all_files]),
         outputs = [compiled],
         mnemonic = "PrecompileHeader",
         progress_message = "Precompiling %s" % ctx.label.name,
@@ -73,6 +75,7 @@ precompiled_header = rule(
         "header": attr.label(allow_single_file = True, mandatory = True),
         "deps": attr.label_list(providers = [zero_cc.info]),
         "copts": attr.string_list(),
+        "_compiler": attr.label(default = "@libtorch//:compiler.txt", allow_single_file = True),
         "_instantiate": attr.label(default = ":instantiate.cc", allow_single_file = True),
         "_precompile": attr.label(default = ":precompile.sh", allow_single_file = True, executable = True, cfg = "exec"),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
