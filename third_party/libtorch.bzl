@@ -36,6 +36,8 @@ def _torch_root(rctx, cuda):
     for name in ["TORCH_PATH", "LIBTORCH"]:
         given = rctx.os.environ.get(name, "")
         if given:
+            if not given.startswith("/"):
+                fail("zero: expected an absolute path of a libtorch, got %s=%s" % (name, given))
             if not rctx.path(given + "/" + _LANDMARK).exists:
                 fail("%s=%s has no %s; expected a torch package folder or an unpacked libtorch" % (name, given, _LANDMARK))
             return rctx.path(given).realpath

@@ -79,6 +79,7 @@ refuses() {
   fi
 }
 refuses "expected libtorch 2.9 or later, got 2.8"
+old=old refuses "expected an absolute path of a libtorch, got TORCH_PATH=old"
 cp -r "$work/old" "$work/a torch"
 old="$work/a torch" refuses "expected a libtorch in a folder whose path has no space"
 

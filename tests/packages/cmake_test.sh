@@ -175,6 +175,7 @@ say "another libtorch"
 mkdir -p "$work/old/include/torch/headeronly" "$work/old/lib"
 touch "$work/old/lib/libtorch_cpu.so"
 old_version() { printf '#define TORCH_VERSION_%s %s\n' MAJOR 2 MINOR "$1" PATCH 0 > "$work/old/include/torch/headeronly/version.h"; }
+(cd "$work" && TORCH_PATH=old refuses "expected an absolute path of a libtorch, got 'old'" -S "$root" -B "$work/refused0")
 old_version 8
 TORCH_PATH=$work/old refuses "expected libtorch 2.9 or later, got 2.8.0" -S "$root" -B "$work/refused"
 old_version 99
