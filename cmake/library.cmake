@@ -85,7 +85,6 @@ target_precompile_headers(zero_objects PRIVATE "${PROJECT_SOURCE_DIR}/third_part
 zero_instantiate_plugin(plugin)
 target_compile_options(zero_objects PRIVATE -Wno-unknown-pragmas ${plugin})
 set_source_files_properties("${PROJECT_SOURCE_DIR}/zero/comm/backends/gloo.cc" PROPERTIES
-  SKIP_PRECOMPILE_HEADERS ON
   COMPILE_DEFINITIONS USE_C10D_GLOO
   INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/third_party/gloo_stubs")
 
