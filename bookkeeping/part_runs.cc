@@ -11,9 +11,9 @@ namespace {
 
 // A row is all that follows the fastest dimension in which any box is cut, with that dimension: its
 // elements are consecutive in every box.
-class Rows {
+class CommonRows {
  public:
-  Rows(const TensorBox& wanted, c10::ArrayRef<TensorBox> stored) : cut_(0) {
+  CommonRows(const TensorBox& wanted, c10::ArrayRef<TensorBox> stored) : cut_(0) {
     for (const TensorBox& s : stored) {
       TORCH_INTERNAL_ASSERT(s.sizes.size() == wanted.sizes.size(), "boxes of one tensor");
       for (size_t d = 0; d < wanted.sizes.size(); ++d) {
@@ -61,7 +61,7 @@ std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t n
                                c10::ArrayRef<TensorBox> stored) {
   std::vector<PartRun> result;
   if (numel == 0) return result;
-  const Rows rows(wanted, stored);
+  const CommonRows rows(wanted, stored);
   const int64_t length = rows.length(wanted);
   std::vector<PlacedRun> placed;
   for (int64_t row = begin / length; row * length < begin + numel; ++row) {

@@ -86,6 +86,12 @@ target_link_libraries(zero_objects PRIVATE nlohmann_json::nlohmann_json)
 target_precompile_headers(zero_objects PRIVATE "${PROJECT_SOURCE_DIR}/third_party/pch/torch.pch")
 zero_instantiate_plugin(plugin)
 target_compile_options(zero_objects PRIVATE -Wno-unknown-pragmas ${plugin})
+# Several sources in one unit read the precompiled header once. CMake leaves those with options of
+# their own out of units. Whoever works on the library has single files: tests, or tools that read
+# compile_commands.json, as in each preset.
+if(NOT DEFINED CMAKE_UNITY_BUILD AND NOT ZERO_TESTS AND NOT CMAKE_EXPORT_COMPILE_COMMANDS)
+  set_target_properties(zero_objects PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
+endif()
 set_source_files_properties("${PROJECT_SOURCE_DIR}/zero/comm/backends/gloo.cc" PROPERTIES
   COMPILE_DEFINITIONS USE_C10D_GLOO
   INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/third_party/gloo_stubs")
