@@ -9,15 +9,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/files.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 
@@ -25,15 +24,6 @@ namespace zero {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string content(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-void overwrite(const std::string& path, const std::string& bytes) {
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
 
 void save(const std::string& folder, int first_step) {
   run_ranks(2, [&](const Group& group) {

@@ -18,7 +18,6 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,6 +29,7 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/files.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
@@ -103,11 +103,6 @@ TEST(ExportTest, AModelGoesOutAndComesBackInEveryBit) {
   });
 }
 
-std::string text_at(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 std::vector<std::string> files_in(const std::string& folder) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
@@ -126,7 +121,7 @@ TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
   });
   before_naming = [&] { std::ofstream(path) << another; };
   EXPECT_ANY_THROW(export_model(parent + "/a", path));
-  EXPECT_EQ(text_at(path), another);
+  EXPECT_EQ(content(path), another);
   std::filesystem::remove(path);
   // Another call for the same file, in the middle of this one.
   before_naming = [&] { export_model(parent + "/a", path); };
@@ -163,7 +158,7 @@ TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
                 "model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors",
                 "model-00003-of-00004.safetensors", "model-00004-of-00004.safetensors",
                 "model.safetensors.index.json"}));
-  const nlohmann::json root = nlohmann::json::parse(text_at(index));
+  const nlohmann::json root = nlohmann::json::parse(content(index));
   EXPECT_EQ(root.size(), 2u);
   const auto& map = root.at("weight_map");
   EXPECT_EQ(map.size(), 13u);
@@ -214,7 +209,7 @@ TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
   before_naming = [&] { std::ofstream(third) << "another"; };
   expect_words(error_of([&] { export_model(parent + "/a", path, options); }), {third, "exists"});
   EXPECT_EQ(files_in(parent), std::vector<std::string>{"model-00003-of-00004.safetensors"});
-  EXPECT_EQ(text_at(third), "another");
+  EXPECT_EQ(content(third), "another");
   std::filesystem::remove(third);
   on_disk.clear();
   export_model(parent + "/a", path, options);
@@ -230,7 +225,7 @@ TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {
   const std::string small = parent + "/small.safetensors";
   EXPECT_EQ(export_model(parent + "/a", small, ExportOptions().max_file_bytes(1)),
             small + ".index.json");
-  EXPECT_EQ(nlohmann::json::parse(text_at(small + ".index.json")).at("weight_map").at("scale"),
+  EXPECT_EQ(nlohmann::json::parse(content(small + ".index.json")).at("weight_map").at("scale"),
             "small-00001-of-00013.safetensors");
 }
 

@@ -14,14 +14,13 @@
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/files.h"
 #include "tests/support/forged_manifest.h"
 #include "tests/support/peak_memory.h"
 #include "tests/support/run_ranks.h"
@@ -35,15 +34,6 @@ namespace zero {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string content(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-void write(const std::string& path, const std::string& bytes) {
-  std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
 
 Training fp16(Inner inner = Inner::kAdamW) {
   Training t;
@@ -75,10 +65,10 @@ class Forgery {
               const std::string& by = {}) {
     Manifest m = parse_manifest(text_, "m");
     edit(m);
-    write(manifest(), signed_again(replaced(manifest_text(m), what, by)));
+    overwrite(manifest(), signed_again(replaced(manifest_text(m), what, by)));
   }
   void change_text(const std::string& what, const std::string& by) {
-    write(manifest(), signed_again(replaced(text_, what, by)));
+    overwrite(manifest(), signed_again(replaced(text_, what, by)));
   }
 
   // Loads on `world_size` ranks and expects an error with `words`, and no change at all.
@@ -245,8 +235,9 @@ TEST(HostileTest, OptionsThatNoOptimizerHasAreRefused) {
   forgery.expect_refused({"expected a number as beta1, got nan"});
   for (const char* groups : {"[3]", "[[]]", "[null]", "3", "\"x\""}) {
     forgery.change([](Manifest& m) { m.groups.clear(); });
-    write(forgery.manifest(), signed_again(replaced(content(forgery.manifest()), "\"groups\":[]",
-                                                    std::string("\"groups\":") + groups)));
+    overwrite(forgery.manifest(),
+              signed_again(replaced(content(forgery.manifest()), "\"groups\":[]",
+                                    std::string("\"groups\":") + groups)));
     forgery.expect_refused({kManifestName});
   }
 }
@@ -302,8 +293,8 @@ TEST(LimitTest, ManyPartsOfOneNameTakeTimeInProportion) {
   const auto entry = [](int) {
     return std::string(R"({"name":"p","shape":[1],"strides":[1],"dtype":"Float","group":0})");
   };
-  write(folder + "/" + kManifestName,
-        forged("\"parameters\":[]", "\"parameters\":[" + many(50000, entry) + "]"));
+  overwrite(folder + "/" + kManifestName,
+            forged("\"parameters\":[]", "\"parameters\":[" + many(50000, entry) + "]"));
   EXPECT_LT(cpu_seconds([&] {
               expect_words(error_of([&] { export_model(folder, folder + "/model"); }),
                            {"expected parts of 1 elements together, got 0"});
@@ -330,7 +321,7 @@ TEST(LimitTest, WhatCouldNotBeLoadedIsNotSaved) {
 
 TEST(LimitTest, ALargeFileThatIsNoManifestTakesNoMemory) {
   const std::string folder = fresh_folder("large");
-  write(folder + "/" + kManifestName, "{");
+  overwrite(folder + "/" + kManifestName, "{");
   fs::resize_file(folder + "/" + kManifestName, kManifestLimit - 1);  // sparse
   const double grown = peak_growth([&] {
     expect_words(error_of([&] { verify_checkpoint(folder); }), {"matches its checksum"});
@@ -359,7 +350,7 @@ TEST(NotAFileTest, PipesAndDevicesAreRefusedAtOnce) {
     fs::create_symlink("/dev/zero", path);
     forgery.expect_refused({name, "as a file"});
     fs::remove(path);
-    write(path, bytes);
+    overwrite(path, bytes);
   }
   verify_checkpoint(forgery.folder());
 }

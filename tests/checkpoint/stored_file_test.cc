@@ -19,12 +19,12 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/files.h"
 #include "zero/base/threads.h"
 #include "zero/checkpoint/format/reader.h"
 
@@ -44,11 +44,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr auto kBlock = static_cast<int64_t>(kBlockBytes / sizeof(float));
-
-std::string content(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 class StoredFileTest : public ::testing::Test {
  protected:

@@ -6,26 +6,12 @@
 // they never go out of date.
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <string>
 
 #include "tests/fuzz/seed_checkpoint.h"
-
-namespace {
+#include "tests/support/files.h"
 
 namespace fs = std::filesystem;
-
-void write(const fs::path& path, const std::string& bytes) {
-  std::ofstream(path, std::ios::binary) << bytes;
-}
-
-std::string content(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-}  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
@@ -36,18 +22,19 @@ int main(int argc, char** argv) {
   for (const fs::path& file : {folder / manifest.files[0].name}) {
     fs::rename(file, folder / "safetensors" / "file");
   }
-  const std::string file = content(folder / "safetensors" / "file");
+  const std::string file = zero::content(folder / "safetensors" / "file");
   const size_t header_bytes =
       static_cast<unsigned char>(file[0]) + (size_t{static_cast<unsigned char>(file[1])} << 8);
   // Its data lies where the header alone has 24 bytes, as the fuzzer assumes.
-  write(folder / "safetensors" / "header",
-        R"({"x":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},)"
-        R"("y":{"dtype":"I64","shape":[1],"data_offsets":[16,24]}})");
-  write(folder / "safetensors" / "index",
-        R"({"metadata":{"total_size":8},"weight_map":{"x":"1.safetensors","y":"2.safetensors"}})");
-  write(folder / "safetensors" / "header_of_file", file.substr(8, header_bytes));
-  write(folder / "checkpoint" / "manifest", zero::without_checksum(manifest));
-  write(folder / "checkpoint" / "files",
-        zero::files_text({{manifest.files[0], manifest.tensors, {}}}));
+  zero::overwrite(folder / "safetensors" / "header",
+                  R"({"x":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},)"
+                  R"("y":{"dtype":"I64","shape":[1],"data_offsets":[16,24]}})");
+  zero::overwrite(
+      folder / "safetensors" / "index",
+      R"({"metadata":{"total_size":8},"weight_map":{"x":"1.safetensors","y":"2.safetensors"}})");
+  zero::overwrite(folder / "safetensors" / "header_of_file", file.substr(8, header_bytes));
+  zero::overwrite(folder / "checkpoint" / "manifest", zero::without_checksum(manifest));
+  zero::overwrite(folder / "checkpoint" / "files",
+                  zero::files_text({{manifest.files[0], manifest.tensors, {}}}));
   return 0;
 }

@@ -10,7 +10,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <future>
 #include <iterator>
 #include <map>
@@ -25,6 +24,7 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/files.h"
 #include "tests/support/free_port.h"
 #include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
@@ -109,11 +109,6 @@ std::vector<Change> changes_in(const std::string& output, bool died_within = fal
   return changes;
 }
 
-std::string read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 // Steps [from, to) as recovery_program makes them without deaths, with ranks that are threads. What
 // it writes at their end is in `folder`.
 void train(const Job& job) {
@@ -159,7 +154,7 @@ const std::string& reference(int ranks, const std::string& inner,
     job.from = job.to;
     if (i < changes.size()) job.ranks = changes[i].ranks;
   }
-  state = read(job.folder + "/state-" + std::to_string(steps));
+  state = content(job.folder + "/state-" + std::to_string(steps));
   EXPECT_FALSE(state.empty());
   return state;
 }
@@ -167,7 +162,7 @@ const std::string& reference(int ranks, const std::string& inner,
 // The job ended with step `steps`, after these changes.
 void expect_bits_of_reference(const Job& job, const std::vector<Change>& changes,
                               int steps = kSteps) {
-  EXPECT_TRUE(read(job.folder + "/state-" + std::to_string(steps)) ==
+  EXPECT_TRUE(content(job.folder + "/state-" + std::to_string(steps)) ==
               reference(job.ranks, job.inner, changes, steps, job.ranks_per_machine))
       << "other bits than without deaths";
 }

@@ -13,11 +13,11 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include "tests/support/end_at_once.h"
+#include "tests/support/files.h"
 
 namespace zero {
 namespace {
@@ -27,11 +27,6 @@ namespace fs = std::filesystem;
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
-}
-
-std::string contents_of(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
 struct Case {
@@ -122,7 +117,7 @@ void write_report(const std::vector<Case>& cases) {
   if (path.empty()) return;
   std::ofstream report(path, std::ios::binary);
   report << "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuites>\n";
-  for (const Case& c : cases) report << contents_of(c.report);
+  for (const Case& c : cases) report << content(c.report);
   report << "</testsuites>\n";
 }
 
@@ -136,7 +131,7 @@ int run_cases_at_once(int argc, char** argv, int at_once) {
   run_all(cases, at_once);
   bool passed = true;
   for (const Case& c : cases) {
-    std::cout << contents_of(c.output) << std::flush;
+    std::cout << content(c.output) << std::flush;
     passed = passed && c.passed;
   }
   write_report(cases);

@@ -11,8 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <sstream>
 #include <string>
@@ -20,13 +18,11 @@
 #include <vector>
 
 #include "tests/support/cases_at_once.h"
+#include "tests/support/files.h"
 
 namespace {
 
-std::string content(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
+using zero::content;
 
 struct Section {
   const char* name;  // of the test
