@@ -6,7 +6,6 @@
 //
 // This file's own renameat2(), rename(), fsync() and fcntl() take the place of the C library's in
 // the whole program: they play such a file system, or end the process.
-#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -26,6 +25,7 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/warnings.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/format/hashed_file.h"
@@ -510,15 +510,8 @@ TEST_F(AtomicDirectoryTest, ParentsThatAreMadeAreOnDiskUnderTheirNames) {
   }
 }
 
-class Warnings : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-};
-
 TEST_F(AtomicDirectoryTest, WeakerPromisesOfAFileSystemAreOneWarningForADevice) {
   Warnings warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   save(parent_ + "/local/a", 1);
   EXPECT_TRUE(warnings.texts.empty());
   has_exchange = has_locks = false;
@@ -546,7 +539,6 @@ TEST_F(AtomicDirectoryTest, AFileSystemThatCannotBringFoldersToDiskIsRefused) {
 // Another process removes both folders of a trial, or the second one, before any of its renames.
 TEST_F(AtomicDirectoryTest, ATrialWhoseFoldersAreRemovedRefusesAndWarnsOfNothing) {
   Warnings warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
   for (const bool both : {false, true}) {
     int left = -1, calls = 0;
     for (; left < 0; ++calls) {

@@ -46,6 +46,7 @@
 #include "tests/support/own_mounts.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/training.h"
+#include "tests/support/warnings.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_options.h"
 #include "zero/zero_optimizer.h"
@@ -621,15 +622,10 @@ class CrashStates {
   std::set<std::string> shapes_;  // of states in which the next save was tried
 };
 
-class NoWarnings : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 void on_one_rank(const std::function<void(CrashStates&)>& body) {
   test_folder();
   run_ranks(1, [&](const Group& group) {
-    NoWarnings silent;  // of a file system without an exchange
-    const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    Warnings silent;  // of a file system without an exchange
     CrashStates states(group);
     body(states);
     const auto& [kills, crashes, all, different, losses] = states.counts;

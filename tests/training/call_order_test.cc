@@ -26,6 +26,7 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "tests/support/warnings.h"
 #include "zero/combined_optimizer.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/mesh.h"
@@ -135,18 +136,11 @@ TEST(CallOrderTest, ACommunicatorRefusesToOvertakeReductions) {
 // ---------------------------------------------------------------------
 // The norm is that of the agreed gradients
 
-class Warnings final : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-};
-
 // torch refuses to differentiate such a loss. Here other ranks may have another.
 TEST(CallOrderTest, StepsThatNoLossReachesAreWarnedOfOnce) {
   run_ranks(2, [](const Group& group) {
     Rank r(group, options_of(2));
     Warnings warnings;
-    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
     for (int i = 0; i < 3; ++i) {
       r.optimizer->backward(at::zeros({}));
       if (i == 0 && group.rank() == 1) r.backward(2.0);

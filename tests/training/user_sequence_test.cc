@@ -24,6 +24,7 @@
 
 #include "tests/support/fuzz_seeds.h"
 #include "tests/support/run_ranks.h"
+#include "tests/support/warnings.h"
 #include "tests/training/plain_sequence.h"
 #include "tests/training/plain_user_run.h"
 #include "zero/zero_optimizer.h"
@@ -84,11 +85,6 @@ class Meeting {
   int64_t round_ = 0;
   bool failed_ = false;
   std::string reason_;
-};
-
-// Programs have passes without gradients and graphs of graphs, of which torch and the library warn.
-class NoWarnings : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
 };
 
 std::vector<at::Tensor> tensors_of(const UserModel& model) {
@@ -325,8 +321,8 @@ std::string run_program(const UserProgram& program) {
   const bool overlaps = program.options.overlap_gather();
   const auto body = [&](const Group& group) {
     const int rank = group.rank();
-    NoWarnings silent;
-    const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    // Of passes without gradients and graphs of graphs, of which torch and the library warn.
+    Warnings silent;
     try {
       UserRank own(program, group);
       while (plain.task() != nullptr) {

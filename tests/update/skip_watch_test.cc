@@ -2,30 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/update/skip_watch.h"
 
-#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <string>
-#include <vector>
-
 #include "tests/support/error_of.h"
+#include "tests/support/warnings.h"
 
 namespace zero {
 namespace {
-
-// Keeps what is warned of.
-class Warnings : public c10::WarningHandler {
- public:
-  Warnings() : before_(c10::WarningUtils::get_warning_handler()) {
-    c10::WarningUtils::set_warning_handler(this);
-  }
-  ~Warnings() override { c10::WarningUtils::set_warning_handler(before_); }
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-
- private:
-  c10::WarningHandler* const before_;
-};
 
 TEST(SkipWatchTest, MoreInARowThanAcceptedAreAnErrorThatCountsThem) {
   const Warnings warnings;
