@@ -482,24 +482,9 @@ TEST(MuonTest, ParametersThatAreNoMatricesAreRefusedWithWhatToDo) {
 }
 
 TEST(MuonTest, GroupsHaveTheirOwnOptionsAndParametersWithoutGradientStay) {
-  const at::Tensor a = parameter({8, 8}), b = parameter({8, 8}), c = parameter({8, 8});
-  const at::Tensor start = a.detach().clone(), empty = at::empty({0, 4}).requires_grad_();
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(Params{a}, std::make_unique<MuonOptions>(MuonOptions(0.5).weight_decay(0)));
-  groups.emplace_back(Params{c, empty, b});
-  Muon muon(groups, MuonOptions(0.25).weight_decay(0));
-  give_gradients({a, b, c, empty}, 1);
-  b.mutable_grad() = a.grad().clone();
-  c.mutable_grad() = at::Tensor();
-  const at::Tensor loss = muon.step([] {
-    EXPECT_TRUE(at::GradMode::is_enabled());
-    return at::full({}, 3.0);
-  });
-  EXPECT_EQ(loss.item<double>(), 3.0);
-  EXPECT_LE(distance(a.detach() - start, 2 * (b.detach() - start)), 1e-6);
-  EXPECT_GT(distance(a, start), 0.01);
-  EXPECT_TRUE(at::equal(c, start));
-  EXPECT_EQ(muon.state().size(), 2);
+  expect_options_of_groups<Muon>({8, 8}, MuonOptions(0.5).weight_decay(0),
+                                 MuonOptions(0.25).weight_decay(0), 2,
+                                 {at::empty({0, 4}).requires_grad_()});
 }
 
 // Python 2.11 overwrites the buffer with the normalised update here.

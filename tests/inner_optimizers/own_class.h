@@ -2,11 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What each class of inner optimizers of this library promises in the same words: its archive holds
-// all of it, and options that cannot train are refused.
+// all of it, groups have their own options, and options that cannot train are refused.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 #include <torch/optim/optimizer.h>
@@ -59,6 +61,34 @@ void expect_goes_on_from_its_archive(const Params& params, const Options& option
   steps(saved, params, 3, 6);
   steps(loaded, others, 3, 6);
   for (size_t i = 0; i < params.size(); ++i) EXPECT_TRUE(at::equal(params[i], others[i]));
+}
+
+// The first group has its own options, the second `others`, and the update of the first is `factor`
+// times that of the second. One parameter has no gradient, and those of `empty` have no elements.
+template <class Class, class Options>
+void expect_options_of_groups(at::IntArrayRef shape, const Options& own, const Options& others,
+                              double factor, const Params& empty = {}) {
+  const at::Tensor a = parameter(shape), b = parameter(shape), c = parameter(shape);
+  const at::Tensor start = a.detach().clone();
+  Params second{c, b};
+  second.insert(second.begin() + 1, empty.begin(), empty.end());
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(Params{a}, std::make_unique<Options>(own));
+  groups.emplace_back(second);
+  Class optimizer(groups, others);
+  a.mutable_grad() = gradient(a, 1);
+  b.mutable_grad() = gradient(a, 1);
+  for (const at::Tensor& p : empty) p.mutable_grad() = gradient(p, 1);
+  const at::Tensor loss = optimizer.step([] {
+    EXPECT_TRUE(at::GradMode::is_enabled());
+    return at::full({}, 3.0);
+  });
+  EXPECT_EQ(loss.item<double>(), 3.0);
+  const at::Tensor moved = a.detach() - start;
+  EXPECT_LE((moved - factor * (b.detach() - start)).abs().max().item<double>(), 1e-6);
+  EXPECT_GT(moved.abs().max().item<double>(), 0.1);
+  EXPECT_TRUE(at::equal(c, start));
+  EXPECT_EQ(optimizer.state().size(), 2);
 }
 
 // What a class throws for options, be they those of all groups or of one.
