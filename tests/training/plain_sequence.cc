@@ -476,4 +476,24 @@ std::vector<Expected> run_plain(const CallSequence& sequence, int rank) {
   return result;
 }
 
+void expect_close(const at::Tensor& got, const at::Tensor& expected, const std::string& what,
+                  double tolerance) {
+  TORCH_CHECK(got.defined() == expected.defined(), what, ": expected ",
+              expected.defined() ? "a tensor" : "none", ", got ", got.defined() ? "one" : "none");
+  if (!got.defined() || got.numel() == 0) return;
+  TORCH_CHECK(got.sizes() == expected.sizes(), what, ": expected shape ", expected.sizes(),
+              ", got ", got.sizes());
+  const c10::ScalarType dtype = got.scalar_type();
+  const double rounding = dtype == at::kBFloat16 ? 0x1p-8 : dtype == at::kHalf ? 0x1p-11 : 0.0;
+  const at::Tensor a = got.detach().to(at::kCPU, at::kDouble).contiguous();
+  const at::Tensor b = expected.detach().to(at::kCPU, at::kDouble).contiguous();
+  for (int64_t i = 0; i < a.numel(); ++i) {
+    const double x = a.const_data_ptr<double>()[i], y = b.const_data_ptr<double>()[i];
+    const bool close = std::isfinite(y)
+                           ? std::abs(x - y) <= tolerance + (tolerance + rounding) * std::abs(y)
+                           : !std::isfinite(x);
+    TORCH_CHECK(close, what, ": expected ", y, ", got ", x, " at element ", i);
+  }
+}
+
 }  // namespace zero

@@ -85,4 +85,9 @@ struct Expected {
 // For each event, on `rank`.
 std::vector<Expected> run_plain(const CallSequence& sequence, int rank);
 
+// Throws c10::Error unless `got`, of fp32 arithmetic over all steps of a sequence and rounded to
+// its dtype, is `expected`. Where `expected` is not finite, `got` must not be finite either.
+void expect_close(const at::Tensor& got, const at::Tensor& expected, const std::string& what,
+                  double tolerance = 1e-5);
+
 }  // namespace zero

@@ -19,10 +19,6 @@ namespace {
 constexpr int kGain = 4, kTwinIndex = 5, kEmpty = 7;
 constexpr double kTolerance = 2e-5;
 
-double rounding_of(c10::ScalarType dtype) {
-  return dtype == at::kBFloat16 ? 0x1p-8 : dtype == at::kHalf ? 0x1p-11 : 0.0;
-}
-
 bool is_collective(UserCall call) {
   switch (call) {
     case UserCall::kZeroGrad:
@@ -52,23 +48,6 @@ bool checks_parameters(UserCall call) {
 }
 
 }  // namespace
-
-void expect_near(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  TORCH_CHECK(got.defined() == expected.defined(), what, ": expected ",
-              expected.defined() ? "a tensor" : "none", ", got ", got.defined() ? "one" : "none");
-  if (!got.defined() || got.numel() == 0) return;
-  TORCH_CHECK(got.sizes() == expected.sizes(), what, ": expected shape ", expected.sizes(),
-              ", got ", got.sizes());
-  const double relative = kTolerance + rounding_of(got.scalar_type());
-  const at::Tensor a = got.detach().to(at::kDouble).contiguous();
-  const at::Tensor b = expected.detach().to(at::kDouble).contiguous();
-  for (int64_t i = 0; i < a.numel(); ++i) {
-    const double x = a.const_data_ptr<double>()[i], y = b.const_data_ptr<double>()[i];
-    const bool close = std::isfinite(y) ? std::abs(x - y) <= kTolerance + relative * std::abs(y)
-                                        : !std::isfinite(x);
-    TORCH_CHECK(close, what, ": expected ", y, ", got ", x, " at element ", i);
-  }
-}
 
 bool PlainUserRun::Net::is_moved() const {
   return std::find(moved.begin(), moved.end(), true) != moved.end();
@@ -773,7 +752,7 @@ void PlainUserRun::collective(const UserEvent& event, const std::vector<UserOutc
       const double expected = norm(event.net, event.norm_type) * coefficient(event.net);
       if (net.unknown) break;
       for (const UserOutcome& outcome : outcomes) {
-        expect_near(outcome.value, at::full({}, expected, at::kDouble), "norm");
+        expect_close(outcome.value, at::full({}, expected, at::kDouble), "norm", kTolerance);
       }
       if (event.call == UserCall::kClip) net.clips.push_back(event);
       break;
@@ -785,7 +764,7 @@ void PlainUserRun::collective(const UserEvent& event, const std::vector<UserOutc
       const at::Tensor expected =
           master ? net.masters[event.parameter] : mean_of(event.net, event.parameter);
       for (const UserOutcome& outcome : outcomes) {
-        expect_near(outcome.value, expected, master ? "master()" : "gradient()");
+        expect_close(outcome.value, expected, master ? "master()" : "gradient()", kTolerance);
       }
       break;
     }
@@ -934,11 +913,11 @@ void PlainUserRun::compare(int rank, const std::vector<UserModel>& models) const
       // A master beside the middle of two 16-bit numbers may round to either.
       const bool rounded = is_zero(n) && at::equal(plain.tensor, net.masters[i].to(p_.dtype));
       const at::Tensor& expected = rounded ? net.masters[i] : plain.tensor;
-      if (!net.stale[i]) expect_near(own.tensor, expected, prefix + own.name);
+      if (!net.stale[i]) expect_close(own.tensor, expected, prefix + own.name, kTolerance);
       const std::string what = prefix + own.name + ".grad()";
       const at::Tensor& grad = own.tensor.grad();
       if (!is_zero(n)) {
-        if (!net.unknown) expect_near(grad, plain.tensor.grad(), what);
+        if (!net.unknown) expect_close(grad, plain.tensor.grad(), what, kTolerance);
         continue;
       }
       const Slot& slot = net.ranks[rank].slots[i];
@@ -949,12 +928,12 @@ void PlainUserRun::compare(int rank, const std::vector<UserModel>& models) const
         TORCH_CHECK(grad.defined() && grad.isnan().all().item<bool>(), what, ": expected NaN, got ",
                     grad);
       } else if (slot.holds == Holds::kAverage) {
-        if (net.averages) expect_near(grad, mean_of(n, i), what);
+        if (net.averages) expect_close(grad, mean_of(n, i), what, kTolerance);
       } else if (!slot.sent) {
-        expect_near(grad, plain.tensor.grad(), what);
+        expect_close(grad, plain.tensor.grad(), what, kTolerance);
       }
     }
-    expect_near(models[n]->frozen, replicas_[rank][n]->frozen, prefix + "frozen");
+    expect_close(models[n]->frozen, replicas_[rank][n]->frozen, prefix + "frozen", kTolerance);
   }
 }
 

@@ -143,7 +143,4 @@ class PlainUserRun {
   std::string log_;
 };
 
-// Throws c10::Error unless `got` is `expected` but for rounding.
-void expect_near(const at::Tensor& got, const at::Tensor& expected, const std::string& what);
-
 }  // namespace zero

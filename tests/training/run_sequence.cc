@@ -12,7 +12,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <map>
 #include <stdexcept>
@@ -25,31 +24,6 @@
 
 namespace zero {
 namespace {
-
-// Of fp32 arithmetic against double, over all steps of a sequence.
-constexpr double kTolerance = 1e-5;
-
-double rounding_of(c10::ScalarType dtype) {
-  return dtype == at::kBFloat16 ? 0x1p-8 : dtype == at::kHalf ? 0x1p-11 : 0.0;
-}
-
-// Where `expected` is not finite, `got` must not be finite either.
-void expect_close(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  TORCH_CHECK(got.defined() == expected.defined(), what, ": expected ",
-              expected.defined() ? "a tensor" : "none", ", got ", got.defined() ? "one" : "none");
-  if (!got.defined() || got.numel() == 0) return;
-  TORCH_CHECK(got.sizes() == expected.sizes(), what, ": expected shape ", expected.sizes(),
-              ", got ", got.sizes());
-  const double relative = kTolerance + rounding_of(got.scalar_type());
-  const at::Tensor a = got.detach().to(at::kCPU, at::kDouble).contiguous();
-  const at::Tensor b = expected.detach().contiguous();
-  for (int64_t i = 0; i < a.numel(); ++i) {
-    const double x = a.const_data_ptr<double>()[i], y = b.const_data_ptr<double>()[i];
-    const bool close = std::isfinite(y) ? std::abs(x - y) <= kTolerance + relative * std::abs(y)
-                                        : !std::isfinite(x);
-    TORCH_CHECK(close, what, ": expected ", y, ", got ", x, " at element ", i);
-  }
-}
 
 void expect_equal(double got, double expected, const char* what) {
   TORCH_CHECK(got == expected, what, ": expected ", expected, ", got ", got);
