@@ -271,11 +271,8 @@ int64_t differing_elements(const Trajectory& a, const Trajectory& b) {
   return count;
 }
 
-Trajectory train_on_ranks(const Training& training) {
+Trajectory train_on_ranks(const Training& training, const RunOptions& run) {
   std::vector<Trajectory> all(training.world_size);
-  RunOptions run;
-  run.transport = training.transport;
-  run.shared_memory = training.shared_memory;
   run_ranks(
       training.world_size,
       [&](const Group& group) { all[group.rank()] = train_sharded(training, group); }, run);
@@ -283,6 +280,13 @@ Trajectory train_on_ranks(const Training& training) {
     TORCH_CHECK(differing_elements(t, all[0]) == 0, "ranks hold different parameters");
   }
   return all[0];
+}
+
+Trajectory train_on_ranks(const Training& training) {
+  RunOptions run;
+  run.transport = training.transport;
+  run.shared_memory = training.shared_memory;
+  return train_on_ranks(training, run);
 }
 
 }  // namespace zero

@@ -115,5 +115,6 @@ int64_t differing_elements(const Trajectory& a, const Trajectory& b);
 // Runs train_sharded on all ranks (threads); returns rank 0's, after
 // checking that all ranks hold the same bits.
 Trajectory train_on_ranks(const Training& training);
+Trajectory train_on_ranks(const Training& training, const RunOptions& run);
 
 }  // namespace zero

@@ -45,14 +45,7 @@ class GatherWireTest : public ::testing::TestWithParam<WireCase> {
   RunOptions run_options() const {
     return on(GetParam().wire, std::chrono::seconds(60), GetParam().ranks_per_machine);
   }
-  Trajectory train(const Training& t) const {
-    std::vector<Trajectory> all(t.world_size);
-    run_ranks(
-        t.world_size, [&](const Group& group) { all[group.rank()] = train_sharded(t, group); },
-        run_options());
-    for (const Trajectory& other : all) EXPECT_EQ(differing_elements(other, all[0]), 0);
-    return all[0];
-  }
+  Trajectory train(const Training& t) const { return train_on_ranks(t, run_options()); }
   void expect_bits_of_whole_rows(Training t) const {
     const Trajectory changes = train(t);
     t.options.gather_wire(GatherWire::kWhole);

@@ -50,15 +50,7 @@ class TwoLevelTest : public ::testing::TestWithParam<WireCase> {
   RunOptions run_options() const {
     return on(GetParam().wire, std::chrono::seconds(60), GetParam().ranks_per_machine);
   }
-  // Returns the run of rank 0, after checking that all ranks have its bits.
-  Trajectory train(const Training& t) const {
-    std::vector<Trajectory> all(t.world_size);
-    run_ranks(
-        t.world_size, [&](const Group& group) { all[group.rank()] = train_sharded(t, group); },
-        run_options());
-    for (const Trajectory& other : all) EXPECT_EQ(differing_elements(other, all[0]), 0);
-    return all[0];
-  }
+  Trajectory train(const Training& t) const { return train_on_ranks(t, run_options()); }
   void expect_reference(const Training& t) const {
     const Trajectory sharded = train(t), reference = train_reference(t);
     if (whole()) {  // The backend adds fp32 in an order of its own.
