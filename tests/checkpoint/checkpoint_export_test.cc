@@ -31,6 +31,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/files.h"
 #include "tests/support/random_tensors.h"
+#include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/safetensors.h"
@@ -329,11 +330,6 @@ TEST(PlainStateTest, ARunOfPlainTorchGoesOnInEveryBit) {
     plain_steps(4, 8);
     EXPECT_EQ(differing(values(*plain), at_eight), 0) << static_cast<int>(inner);
   }
-}
-
-std::string python() {
-  const char* path = std::getenv("ZERO_PYTHON");
-  return path != nullptr ? path : "python3";
 }
 
 bool python_has(const std::string& modules) {

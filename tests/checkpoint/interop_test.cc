@@ -30,6 +30,7 @@
 #include "tests/support/error_of.h"
 #include "tests/support/mesh_run.h"
 #include "tests/support/random_tensors.h"
+#include "tests/support/run_program.h"
 #include "tests/support/run_ranks.h"
 #include "zero/adafactor.h"
 #include "zero/checkpoint.h"
@@ -511,11 +512,6 @@ TEST(StateErrorTest, AllRanksMakeTheSameCallBetweenSteps) {
     expect_words(error_of([&] { run.optimizer->load_plain_state(saved.paths.state); }),
                  {"expected torch's", "load_checkpoint()"});
   });
-}
-
-std::string python() {
-  const char* path = std::getenv("ZERO_PYTHON");
-  return path != nullptr ? path : "python3";
 }
 
 // The largest |a - b|, in units of the last place of the number or of the learning rate, if that is

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/error_of.h"
+#include "tests/support/forged_manifest.h"
 #include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
@@ -30,18 +32,7 @@ SafetensorsHeader parse(const std::string& json, uint64_t data_bytes = kDataByte
 }
 
 std::string refusal(const std::string& json, uint64_t data_bytes = kDataBytes) {
-  try {
-    parse(json, data_bytes);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
-}
-
-std::string replaced(std::string text, const std::string& what, const std::string& by) {
-  const size_t at = text.find(what);
-  EXPECT_NE(at, std::string::npos) << what;
-  return text.replace(at, what.size(), by);
+  return error_of([&] { parse(json, data_bytes); });
 }
 
 TEST(SafetensorsTest, ReadsAValidHeader) {

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/run_program.h"
 #include "zero/adafactor.h"
 #include "zero/muon.h"
 
@@ -272,8 +273,7 @@ TEST(PythonOptimizersTest, MuonAndAdafactorHaveTheStoredNumbersOfPython) {
 }
 
 TEST(PythonOptimizersTest, MuonAndAdafactorHaveTheNumbersThatPythonHasHere) {
-  const char* python = std::getenv("ZERO_PYTHON");
-  const std::string command = python != nullptr ? python : "python3";
+  const std::string command = python();
   const std::string check = command + " -c 'import torch; torch.optim.Muon' 2>/dev/null";
   if (std::system(check.c_str()) != 0) {
     GTEST_SKIP() << command << " has no torch with Muon; set ZERO_PYTHON to one that has";

@@ -36,10 +36,7 @@ namespace {
 constexpr int kSteps = 12;
 constexpr int kTimeout = 20000;
 
-std::string program() {
-  const char* path = std::getenv("RECOVERY_PROGRAM");
-  return path == nullptr ? "tests/recovery/recovery_program" : path;
-}
+std::string program() { return path_in("RECOVERY_PROGRAM", "tests/recovery/recovery_program"); }
 
 std::string fresh(const std::string& name) {
   const std::string folder = ::testing::TempDir() + "recovery-" + name;

@@ -38,10 +38,7 @@ struct Outcome {
   bool has(const std::string& text) const { return output.find(text) != std::string::npos; }
 };
 
-std::string program() {
-  const char* path = std::getenv("LAUNCH_PROGRAM");
-  return path == nullptr ? "tests/rendezvous/launch_program" : path;
-}
+std::string program() { return path_in("LAUNCH_PROGRAM", "tests/rendezvous/launch_program"); }
 
 Outcome launch(const std::string& arguments) {
   const auto start = std::chrono::steady_clock::now();

@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 
 namespace zero {
@@ -17,6 +18,14 @@ struct ProgramEnd {
   int exit_status = -1;  // -1: ended by a signal, or not started
   std::string output;    // stdout and stderr
 };
+
+// What an environment variable names, or else `otherwise`.
+inline std::string path_in(const char* variable, const char* otherwise) {
+  const char* path = std::getenv(variable);
+  return path == nullptr ? otherwise : path;
+}
+
+inline std::string python() { return path_in("ZERO_PYTHON", "python3"); }
 
 // `command` is for the shell.
 inline ProgramEnd run_program(const std::string& command) {

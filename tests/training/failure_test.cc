@@ -371,8 +371,7 @@ TEST(EndedTest, LostMessageIsATimeout) {
 // Processes
 
 void expect_death_noticed(const std::string& arguments) {
-  const char* path = std::getenv("FAILURE_PROGRAM");
-  const std::string program = path == nullptr ? "tests/training/failure_program" : path;
+  const std::string program = path_in("FAILURE_PROGRAM", "tests/training/failure_program");
   const auto start = Clock::now();
   const auto [exit_status, output] = run_program("exec " + program + " " + arguments);
   EXPECT_EQ(exit_status, 128 + SIGKILL) << output;

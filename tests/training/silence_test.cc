@@ -13,7 +13,6 @@
 #include <array>
 #include <chrono>
 #include <csignal>
-#include <cstdlib>
 #include <future>
 #include <optional>
 #include <string>
@@ -33,10 +32,7 @@ constexpr int kTimeout = 3000;
 // The promise, and half a second for the other programs on these cores.
 constexpr int kLimit = kTimeout + 1000 + 500;
 
-std::string program() {
-  const char* path = std::getenv("SILENCE_PROGRAM");
-  return path == nullptr ? "tests/training/silence_program" : path;
-}
+std::string program() { return path_in("SILENCE_PROGRAM", "tests/training/silence_program"); }
 
 // What happens to which of how many ranks.
 struct Death {
@@ -182,8 +178,7 @@ TEST(SilenceTest, KilledWhileItConnects) {
 
 // Two network namespaces stand for two machines, and their link goes down.
 TEST(SilenceTest, MachineThatIsOutOfReach) {
-  const char* path = std::getenv("SILENCE_MACHINES");
-  const std::string script = path == nullptr ? "tests/training/silent_machine.sh" : path;
+  const std::string script = path_in("SILENCE_MACHINES", "tests/training/silent_machine.sh");
   const auto [exit_status, output] =
       run_program("unshare --user --map-root-user --net sh " + script + " " + program() + " " +
                   std::to_string(kTimeout));
