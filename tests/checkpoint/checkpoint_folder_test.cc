@@ -11,6 +11,7 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/note.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
@@ -92,11 +93,6 @@ TEST(RunTest, ANewRunInAnOlderRunsFolderKeepsWhatItSavesAndIsTheNewest) {
   }
 }
 
-struct Note : Stateful {
-  std::string state() const override { return "x"; }
-  void set_state(const std::string&) override {}
-};
-
 TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
   const std::string parent = fresh_folder("identity");
   const auto run_of = [&](const std::string& name) {
@@ -116,7 +112,7 @@ TEST(RunTest, AResumedRunKeepsItsIdentityAndAnotherHasAnother) {
     const LoadReport report = run.optimizer->load_checkpoint(parent + "/a");
     EXPECT_EQ(report.run, run_of("a"));
     run.train(1, 2);
-    const Note note;
+    const Note note("x");
     run.optimizer->save_checkpoint(parent + "/c", SaveOptions().include("note", note));
     // A load that leaves an included object out is reported, and continues the run all the same.
     CheckpointRun without(Training(), group, 3);

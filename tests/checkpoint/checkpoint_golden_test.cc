@@ -93,7 +93,7 @@ void expect_states_load(const std::string& folder, const std::string& run) {
       GoldenModel model(7);
       ZeroOptimizer optimizer(*model, golden_adamw(*model), group,
                               ZeroOptions().loss_scaler(LossScalerOptions()));
-      GoldenNote shared("as before"), own("as before");
+      Note shared("as before"), own("as before");
       const LoadReport report = optimizer.load_checkpoint(
           folder, LoadOptions().include("shared", shared).include_per_rank("own", own));
       EXPECT_EQ(report.run, run);

@@ -15,10 +15,10 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/note.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_options.h"
@@ -40,13 +40,6 @@ struct SmallModelImpl : torch::nn::Module {
   at::Tensor weight, bias, frozen, counter;
 };
 TORCH_MODULE(SmallModel);
-
-struct Note : Stateful {
-  explicit Note(std::string content) : text(std::move(content)) {}
-  std::string state() const override { return text; }
-  void set_state(const std::string& state) override { text = state; }
-  std::string text;
-};
 
 // The weight in group 0, the bias in group 1.
 std::unique_ptr<torch::optim::AdamW> adamw(SmallModelImpl& model) {

@@ -16,9 +16,9 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "tests/support/note.h"
 #include "zero/checkpoint_options.h"
 #include "zero/mesh.h"
 #include "zero/zero_optimizer.h"
@@ -134,13 +134,5 @@ inline void train_golden_fused(ZeroOptimizer& optimizer, GoldenFusedImpl& model,
     optimizer.step();
   }
 }
-
-// An object that a save includes.
-struct GoldenNote : Stateful {
-  explicit GoldenNote(std::string content) : text(std::move(content)) {}
-  std::string state() const override { return text; }
-  void set_state(const std::string& state) override { text = state; }
-  std::string text;
-};
 
 }  // namespace zero

@@ -21,6 +21,7 @@
 #include "tests/checkpoint/own_disks.h"
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/note.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/atomic_directory.h"
@@ -73,17 +74,12 @@ Training small() {
   return training;
 }
 
-// At the end of each rank's file, and needed by no load of these tests.
-struct Unused : Stateful {
-  std::string state() const override { return std::string(100, 'x'); }
-  void set_state(const std::string&) override {}
-};
-
 void save(const OwnDisks& disks, const std::string& name, int steps) {
   run_ranks(disks.ranks(), [&](const Group& group) {
     CheckpointRun run(small(), group, 1);
     run.train(0, steps);
-    Unused state;
+    // At the end of each rank's file, and needed by no load of these tests.
+    const Note state(std::string(100, 'x'));
     SaveOptions options = SaveOptions(kOwnDisks).include_per_rank("unused", state);
     run.optimizer->save_checkpoint(disks.of(group.rank()) + "/" + name, options);
   });

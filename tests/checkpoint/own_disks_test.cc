@@ -15,6 +15,7 @@
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
 #include "tests/support/mesh_run.h"
+#include "tests/support/note.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/file_exchange.h"
@@ -25,12 +26,6 @@ namespace zero {
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Note : Stateful {
-  std::string text;
-  std::string state() const override { return text; }
-  void set_state(const std::string& state) override { text = state; }
-};
 
 const SaveOptions kOwnDisks = SaveOptions().shared_folder(false);
 

@@ -24,8 +24,8 @@ int save(const std::string& folder) {
       *model, zero::golden_adamw(*model), group,
       zero::ZeroOptions().loss_scaler(zero::LossScalerOptions().initial_scale(1024)));
   zero::train_golden(optimizer, *model, 0, zero::kGoldenSteps);
-  const zero::GoldenNote shared("of all ranks");
-  const zero::GoldenNote own("of rank " + std::to_string(group.rank()));
+  const zero::Note shared("of all ranks");
+  const zero::Note own("of rank " + std::to_string(group.rank()));
   optimizer.save_checkpoint(folder, zero::SaveOptions()
                                         .metadata({{"epoch", "3"}})
                                         .include("shared", shared)
