@@ -9,8 +9,6 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -35,19 +33,10 @@ std::vector<WireCase> cases() {
   return all;
 }
 
-class ChangedRowsTest : public ::testing::TestWithParam<WireCase> {
- protected:
-  void run(const std::function<void(const Group&)>& body) {
-    run_ranks(GetParam().world_size, body,
-              on(GetParam().wire, std::chrono::seconds(30), GetParam().ranks_per_machine));
-  }
-};
+class ChangedRowsTest : public WireTest {};
 
-INSTANTIATE_TEST_SUITE_P(Wires, ChangedRowsTest, ::testing::ValuesIn(cases()), [](const auto& i) {
-  const WireCase& c = i.param;
-  return wire_name(c.wire) + std::to_string(c.world_size) + "by" +
-         std::to_string(c.ranks_per_machine);
-});
+INSTANTIATE_TEST_SUITE_P(Wires, ChangedRowsTest, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return wire_case_name(info); });
 
 // The row of a rank before step `step`.
 at::Tensor row_of(int rank, int step, int64_t n, c10::ScalarType dtype) {

@@ -13,7 +13,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -26,13 +25,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-class CollectivesTest : public ::testing::TestWithParam<WireCase> {
- protected:
-  void run(const std::function<void(const Group&)>& body) {
-    run_ranks(GetParam().world_size, body,
-              on(GetParam().wire, std::chrono::seconds(30), GetParam().ranks_per_machine));
-  }
-};
+class CollectivesTest : public WireTest {};
 
 INSTANTIATE_TEST_SUITE_P(Wires, CollectivesTest, ::testing::ValuesIn(wire_cases()),
                          [](const auto& info) { return wire_case_name(info); });

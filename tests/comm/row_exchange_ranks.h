@@ -7,22 +7,13 @@
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <functional>
 #include <vector>
 
 #include "tests/support/transports.h"
 
 namespace zero {
 
-class RowExchangeTest : public ::testing::TestWithParam<WireCase> {
- protected:
-  void run(const std::function<void(const Group&)>& body,
-           std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
-    run_ranks(GetParam().world_size, body,
-              on(GetParam().wire, timeout, GetParam().ranks_per_machine));
-  }
-};
+class RowExchangeTest : public WireTest {};
 
 INSTANTIATE_TEST_SUITE_P(Wires, RowExchangeTest, ::testing::ValuesIn(wire_cases()),
                          [](const auto& info) { return wire_case_name(info); });

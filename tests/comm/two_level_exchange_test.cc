@@ -39,13 +39,8 @@ std::vector<WireCase> two_level_cases() {
   return all;
 }
 
-class TwoLevelExchangeTest : public ::testing::TestWithParam<WireCase> {
+class TwoLevelExchangeTest : public WireTest {
  protected:
-  void run(const std::function<void(const Group&)>& body,
-           milliseconds timeout = std::chrono::seconds(30)) {
-    run_ranks(GetParam().world_size, body,
-              on(GetParam().wire, timeout, GetParam().ranks_per_machine));
-  }
   int machines() const { return GetParam().machines(); }
   int local_ranks() const { return GetParam().ranks_per_machine; }
   bool whole() const { return GetParam().wire == Wire::kNative; }

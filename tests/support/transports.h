@@ -6,9 +6,11 @@
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
+#include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -79,6 +81,15 @@ std::string wire_case_name(const Info& info) {
          (c.two_level() ? std::to_string(c.machines()) + "x" + std::to_string(c.ranks_per_machine)
                         : std::to_string(c.world_size));
 }
+
+class WireTest : public ::testing::TestWithParam<WireCase> {
+ protected:
+  void run(const std::function<void(const Group&)>& body,
+           std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+    run_ranks(GetParam().world_size, body,
+              on(GetParam().wire, timeout, GetParam().ranks_per_machine));
+  }
+};
 
 inline std::unique_ptr<Communicator> data_of(const Group& group) {
   return group.make_communicator("data", Purpose::kData);

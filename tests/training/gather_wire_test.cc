@@ -55,11 +55,8 @@ class GatherWireTest : public ::testing::TestWithParam<WireCase> {
   bool native() const { return GetParam().wire == Wire::kNative; }
 };
 
-INSTANTIATE_TEST_SUITE_P(Wires, GatherWireTest, ::testing::ValuesIn(cases()), [](const auto& i) {
-  const WireCase& c = i.param;
-  return wire_name(c.wire) + std::to_string(c.world_size) + "by" +
-         std::to_string(c.ranks_per_machine);
-});
+INSTANTIATE_TEST_SUITE_P(Wires, GatherWireTest, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return wire_case_name(info); });
 
 TEST_P(GatherWireTest, BitsAreThoseOfPlainTorch) {
   for (const Inner inner : {Inner::kSgdMomentum, Inner::kAdamW}) {
