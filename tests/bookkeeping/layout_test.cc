@@ -135,32 +135,27 @@ TEST(BucketRowsTest, UnequalRowsHaveNoLengthInCommon) {
 TEST(LayoutTest, AnswersForEachLayout) {
   const Arena floats{ScalarType::Float, 0, 2, 64, 50, {0}};
   const Arena halves{ScalarType::Half, 0, 2, 64, 50, {0}};
-  const ParameterLayout& contiguous = layout_of(Layout::kContiguous);
-  EXPECT_EQ(contiguous.id(), Layout::kContiguous);
-  EXPECT_STREQ(contiguous.name(), "contiguous");
-  EXPECT_TRUE(contiguous.in_place());
-  EXPECT_TRUE(contiguous.is_master(floats));
-  EXPECT_FALSE(contiguous.is_master(halves));
-  EXPECT_EQ(contiguous.full_numel(floats), 64);
-  EXPECT_FALSE(contiguous.needs_dense_parameters());
-
-  const ParameterLayout& per_parameter = layout_of(Layout::kPerParameter);
-  EXPECT_EQ(per_parameter.id(), Layout::kPerParameter);
-  EXPECT_STREQ(per_parameter.name(), "per parameter");
-  EXPECT_FALSE(per_parameter.in_place());
-  EXPECT_FALSE(per_parameter.is_master(floats));
-  EXPECT_FALSE(per_parameter.is_master(halves));
-  EXPECT_EQ(per_parameter.full_numel(floats), 50);
-  EXPECT_TRUE(per_parameter.needs_dense_parameters());
-
-  const ParameterLayout& whole = layout_of(Layout::kWholeParameters);
-  EXPECT_EQ(whole.id(), Layout::kWholeParameters);
-  EXPECT_STREQ(whole.name(), "whole parameters");
-  EXPECT_TRUE(whole.in_place());
-  EXPECT_TRUE(whole.is_master(floats));
-  EXPECT_FALSE(whole.is_master(halves));
-  EXPECT_EQ(whole.full_numel(floats), 64);
-  EXPECT_FALSE(whole.needs_dense_parameters());
+  struct Answers {
+    Layout id;
+    const char* name;
+    bool in_place, master, dense;
+    int64_t full;
+  };
+  const std::vector<Answers> all{
+      {Layout::kContiguous, "contiguous", true, true, false, 64},
+      {Layout::kPerParameter, "per parameter", false, false, true, 50},
+      {Layout::kWholeParameters, "whole parameters", true, true, false, 64}};
+  for (const Answers& expected : all) {
+    SCOPED_TRACE(expected.name);
+    const ParameterLayout& layout = layout_of(expected.id);
+    EXPECT_EQ(layout.id(), expected.id);
+    EXPECT_STREQ(layout.name(), expected.name);
+    EXPECT_EQ(layout.in_place(), expected.in_place);
+    EXPECT_EQ(layout.is_master(floats), expected.master);
+    EXPECT_FALSE(layout.is_master(halves));
+    EXPECT_EQ(layout.full_numel(floats), expected.full);
+    EXPECT_EQ(layout.needs_dense_parameters(), expected.dense);
+  }
 }
 
 // Gathers have buffers of their own as soon as one layout is not in place.
