@@ -91,9 +91,15 @@ Bytes as(const RangeKernels& kernels, ElementType type, const Floats& values) {
   return converted;
 }
 
-uint64_t hash_of_casts(const RangeKernels& kernels) {
+template <class Body>
+uint64_t hash_of_numels(const Body& add) {
   Hash hash;
-  for (const int64_t numel : kNumels) {
+  for (const int64_t numel : kNumels) add(hash, numel);
+  return hash.value();
+}
+
+uint64_t hash_of_casts(const RangeKernels& kernels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     for (const ElementType from : kTypes) {
       for (const ElementType to : kTypes) {
         // The bits of floats are those of two numbers of 16 bits too.
@@ -103,23 +109,19 @@ uint64_t hash_of_casts(const RangeKernels& kernels) {
         hash.add(destination);
       }
     }
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_rounded_floats(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     Floats values = any(numel, 1);
     kernels.round_to_bfloat16(values.data(), numel);
     hash.add(values);
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_additions(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     for (const ElementType from : kTypes) {
       for (const ElementType to : kTypes) {
         const Bytes source = as(kernels, from, finite(numel, 1));
@@ -128,13 +130,11 @@ uint64_t hash_of_additions(const RangeKernels& kernels) {
         hash.add(destination);
       }
     }
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_sum_rows(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     for (const ElementType type : kTypes) {
       for (const int64_t world : {1, 2, 5}) {
         const Bytes received = as(kernels, type, finite(world * numel, 3));
@@ -157,13 +157,11 @@ uint64_t hash_of_sum_rows(const RangeKernels& kernels) {
         }
       }
     }
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_encoded_blocks(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     for (const ElementType type : kTypes) {
       for (const Floats& source : {any(numel, 6), finite(numel, 7)}) {
         const Bytes converted = as(kernels, type, source);
@@ -174,13 +172,11 @@ uint64_t hash_of_encoded_blocks(const RangeKernels& kernels) {
         hash.add(values);
       }
     }
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_summed_blocks(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     constexpr int64_t kWorld = 3;
     const int64_t blocks = (numel + kInt8Block - 1) / kInt8Block;
     const int64_t row_bytes = (4 * blocks + numel + 3) / 4 * 4;
@@ -206,24 +202,20 @@ uint64_t hash_of_summed_blocks(const RangeKernels& kernels) {
       kernels.sum_block_int8(range);
       hash.add(shard);
     }
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_exact_sums(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     std::vector<int64_t> sum(kExactNumel);
     kernels.add_squares_exactly(finite(numel, 12).data(), numel, sum.data());
     kernels.add_squares_exactly(any(numel, 13).data(), numel, sum.data());
     hash.add(sum);
-  }
-  return hash.value();
+  });
 }
 
 uint64_t hash_of_norms(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     const Floats values = finite(numel, 12), bits = any(numel, 13);
     const double sums[] = {kernels.sum_of_squares(values.data(), numel),
                            kernels.sum_of_abs(values.data(), numel)};
@@ -231,8 +223,7 @@ uint64_t hash_of_norms(const RangeKernels& kernels) {
     const int64_t counts[] = {kernels.count_nonfinite(bits.data(), numel),
                               kernels.max_abs_bits(bits.data(), numel)};
     hash.add(counts, 2);
-  }
-  return hash.value();
+  });
 }
 
 // Two updates for each variant, without a working parameter and with one of each type.
@@ -401,8 +392,7 @@ uint64_t hash_of_codes(const RangeKernels& kernels) {
 }
 
 uint64_t hash_of_halves(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     Floats values = any(numel, 24);
     std::vector<uint16_t> upper(numel);
     std::vector<int16_t> lower(numel);
@@ -411,14 +401,12 @@ uint64_t hash_of_halves(const RangeKernels& kernels) {
     hash.add(upper);
     hash.add(lower);
     hash.add(values);
-  }
-  return hash.value();
+  });
 }
 
 // An update of split masters for each rule.
 uint64_t hash_of_split_masters(const RangeKernels& kernels) {
-  Hash hash;
-  for (const int64_t numel : kNumels) {
+  return hash_of_numels([&](Hash& hash, int64_t numel) {
     const Floats p = finite(numel, 25), gradient = finite(numel, 26, 0x1p-5F);
     Floats m = finite(numel, 27, 0x1p-5F), v = positive(numel, 28, 0x1p-14F);
     std::vector<uint16_t> upper(numel);
@@ -457,8 +445,7 @@ uint64_t hash_of_split_masters(const RangeKernels& kernels) {
     hash.add(lower);
     hash.add(m);
     hash.add(v);
-  }
-  return hash.value();
+  });
 }
 
 constexpr Golden kGolden[] = {
