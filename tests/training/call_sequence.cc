@@ -10,6 +10,8 @@
 #include <random>
 #include <sstream>
 
+#include "tests/training/draws.h"
+
 namespace zero {
 namespace {
 
@@ -22,16 +24,10 @@ constexpr Moments kMoments[] = {Moments::kInt8, Moments::kBFloat16, Moments::kIn
 // Gradients of a pass are multiples of 1/4 of at most 16 such units, and a 16-bit float holds 256.
 constexpr int kPassesAStep = 12;
 
-template <class T>
-struct Choice {
-  T value;
-  int weight;
-};
-
-class Generator {
+class Generator : Draws {
  public:
   explicit Generator(uint64_t seed)
-      : random_(seed * 0x9E3779B97F4A7C15u),
+      : Draws(seed * 0x9E3779B97F4A7C15u),
         of_average_(seed),
         of_formats_(~seed),
         of_moments_(seed * 7 + 1),
@@ -67,20 +63,8 @@ class Generator {
   }
 
  private:
-  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
-  bool percent(int64_t n) { return below(100) < n; }
   int rank() { return static_cast<int>(below(s_.world_size)); }
   int unit() { return static_cast<int>(below(static_cast<int64_t>(s_.layers.size()) + 1)); }
-  template <class T>
-  T pick(const std::vector<Choice<T>>& choices) {
-    int64_t total = 0;
-    for (const auto& c : choices) total += c.weight;
-    int64_t left = below(total);
-    for (const auto& c : choices) {
-      if ((left -= c.weight) < 0) return c.value;
-    }
-    return choices.back().value;
-  }
 
   // By numbers of its own, so that the rest of a program does not depend on it.
   bool looks_at_average() { return s_.ema && of_average_() % 2 == 0; }
@@ -462,7 +446,7 @@ class Generator {
     }
   }
 
-  std::mt19937_64 random_, of_average_, of_formats_, of_moments_, of_early_updates_;
+  std::mt19937_64 of_average_, of_formats_, of_moments_, of_early_updates_;
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;

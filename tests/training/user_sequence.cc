@@ -8,10 +8,10 @@
 
 #include <array>
 #include <limits>
-#include <random>
 #include <sstream>
 #include <utility>
 
+#include "tests/training/draws.h"
 #include "tests/training/plain_sequence.h"
 
 namespace zero {
@@ -22,15 +22,9 @@ constexpr Layout kLayouts[] = {Layout::kContiguous, Layout::kPerParameter,
 // A 16-bit sum of gradients is exact up to 256 quarters. One pass adds up to 16 of them.
 constexpr int kPassesAStep = 6;
 
-template <class T>
-struct Choice {
-  T value;
-  int weight;
-};
-
-class Generator {
+class Generator : Draws {
  public:
-  explicit Generator(uint64_t seed) : random_(seed * 0x9E3779B97F4A7C15u + 17) { p_.seed = seed; }
+  explicit Generator(uint64_t seed) : Draws(seed * 0x9E3779B97F4A7C15u + 17) { p_.seed = seed; }
 
   UserProgram draw() {
     draw_configuration();
@@ -46,19 +40,6 @@ class Generator {
   }
 
  private:
-  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
-  bool percent(int64_t n) { return below(100) < n; }
-  template <class T>
-  T pick(const std::vector<Choice<T>>& choices) {
-    int64_t total = 0;
-    for (const auto& c : choices) total += c.weight;
-    int64_t left = below(total);
-    for (const auto& c : choices) {
-      if ((left -= c.weight) < 0) return c.value;
-    }
-    return choices.back().value;
-  }
-
   void draw_configuration() {
     p_.world_size = pick<int>({{1, 30}, {2, 45}, {3, 20}, {4, 5}});
     p_.wire = pick<Wire>(
@@ -216,7 +197,6 @@ class Generator {
     return e;
   }
 
-  std::mt19937_64 random_;
   UserProgram p_;
   int passes_ = 0;  // since the last step
 };
