@@ -46,6 +46,20 @@ Segment with_working(Segment segment) {
   return segment;
 }
 
+// Enqueues `update` of each segment, with the factor of its gradient, unless values are not finite.
+template <class Segment, class Update>
+const char* launch_updates(const Segment* segments, int64_t count,
+                           const float* gradient_coefficient, const double* nonfinite, void* stream,
+                           const Update& update) {
+  const std::vector<Segment> filled = copied(segments, count);
+  if (filled.empty()) return nullptr;
+  const auto update_all = [filled, gradient_coefficient, nonfinite, update] {
+    if (skips(nonfinite)) return;
+    for (const Segment& s : filled) update(with_working(s), factor_of(gradient_coefficient));
+  };
+  return emulated::launch(stream, master_of(filled[0]), update_all);
+}
+
 }  // namespace
 
 const char* cast_copy_spans(const CopySpan* spans, int64_t count, ElementType source_type,
@@ -148,83 +162,55 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       const DeviceRate& rate, const float* gradient_coefficient,
                       const double* nonfinite, const NoiseStep& noise, ElementType working_type,
                       void* stream) {
-  const std::vector<AdamSegment> filled = copied(segments, count);
-  if (filled.empty()) return nullptr;
-  return emulated::launch(stream, master_of(filled[0]),
-                          [segments = filled, coefficients, powers, rate, gradient_coefficient,
-                           nonfinite, noise, working_type] {
-                            if (skips(nonfinite)) return;
-                            for (const AdamSegment& s : segments) {
-                              AdamCoefficients c = coefficients;
-                              AdamPowers of_step = powers;
-                              if (rate.lr != nullptr) {
-                                of_step.lr = *rate.lr;
-                                c.decay = decay_of(*rate.lr, rate.weight_decay);
-                              }
-                              const double step = s.device_step != nullptr
-                                                      ? *s.device_step
-                                                      : static_cast<double>(s.step);
-                              set_bias_correction(of_step, step, c);
-                              const float factor = factor_of(gradient_coefficient);
-                              if (s.state_type != StateType::kFloat) {
-                                range_kernels().stored_adam(with_working(s), 0, s.numel, noise, c,
-                                                            factor, working_type);
-                              } else {
-                                range_kernels().adam(with_working(s), c, factor, working_type);
-                              }
-                            }
-                          });
+  const auto update = [=](const AdamSegment& s, float factor) {
+    AdamCoefficients c = coefficients;
+    AdamPowers of_step = powers;
+    if (rate.lr != nullptr) {
+      of_step.lr = *rate.lr;
+      c.decay = decay_of(*rate.lr, rate.weight_decay);
+    }
+    set_bias_correction(of_step,
+                        s.device_step != nullptr ? *s.device_step : static_cast<double>(s.step), c);
+    if (s.state_type != StateType::kFloat) {
+      range_kernels().stored_adam(s, 0, s.numel, noise, c, factor, working_type);
+    } else {
+      range_kernels().adam(s, c, factor, working_type);
+    }
+  };
+  return launch_updates(segments, count, gradient_coefficient, nonfinite, stream, update);
 }
 
 const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoefficients& coefficients,
                      const double* device_lr, const float* gradient_coefficient,
                      const double* nonfinite, const NoiseStep& noise, ElementType working_type,
                      void* stream) {
-  const std::vector<SgdSegment> filled = copied(segments, count);
-  if (filled.empty()) return nullptr;
-  return emulated::launch(stream, master_of(filled[0]),
-                          [segments = filled, coefficients, device_lr, gradient_coefficient,
-                           nonfinite, noise, working_type] {
-                            if (skips(nonfinite)) return;
-                            SgdCoefficients c = coefficients;
-                            if (device_lr != nullptr)
-                              c.negative_lr = static_cast<float>(-*device_lr);
-                            for (SgdSegment s : segments) {
-                              s = with_working(s);
-                              if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
-                              const float factor = factor_of(gradient_coefficient);
-                              if (s.state_type != StateType::kFloat && c.momentum != 0.0F) {
-                                range_kernels().stored_sgd(s, 0, s.numel, noise, c, factor,
-                                                           working_type);
-                              } else {
-                                range_kernels().sgd(s, c, factor, working_type);
-                              }
-                            }
-                          });
+  const auto update = [=](SgdSegment s, float factor) {
+    SgdCoefficients c = coefficients;
+    if (device_lr != nullptr) c.negative_lr = static_cast<float>(-*device_lr);
+    if (s.device_step != nullptr) s.first_step = *s.device_step == 1.0F;
+    if (s.state_type != StateType::kFloat && c.momentum != 0.0F) {
+      range_kernels().stored_sgd(s, 0, s.numel, noise, c, factor, working_type);
+    } else {
+      range_kernels().sgd(s, c, factor, working_type);
+    }
+  };
+  return launch_updates(segments, count, gradient_coefficient, nonfinite, stream, update);
 }
 
 const char* lion_step(const LionSegment* segments, int64_t count,
                       const LionCoefficients& coefficients, const DeviceRate& rate,
                       const float* gradient_coefficient, const double* nonfinite,
                       const NoiseStep& noise, ElementType working_type, void* stream) {
-  const std::vector<LionSegment> filled = copied(segments, count);
-  if (filled.empty()) return nullptr;
-  return emulated::launch(stream, master_of(filled[0]),
-                          [segments = filled, coefficients, rate, gradient_coefficient, nonfinite,
-                           noise, working_type] {
-                            if (skips(nonfinite)) return;
-                            LionCoefficients c = coefficients;
-                            if (rate.lr != nullptr) set_rate(*rate.lr, rate.weight_decay, c);
-                            for (const LionSegment& s : segments) {
-                              const float factor = factor_of(gradient_coefficient);
-                              if (s.state_type != StateType::kFloat) {
-                                range_kernels().stored_lion(with_working(s), 0, s.numel, noise, c,
-                                                            factor, working_type);
-                              } else {
-                                range_kernels().lion(with_working(s), c, factor, working_type);
-                              }
-                            }
-                          });
+  const auto update = [=](const LionSegment& s, float factor) {
+    LionCoefficients c = coefficients;
+    if (rate.lr != nullptr) set_rate(*rate.lr, rate.weight_decay, c);
+    if (s.state_type != StateType::kFloat) {
+      range_kernels().stored_lion(s, 0, s.numel, noise, c, factor, working_type);
+    } else {
+      range_kernels().lion(s, c, factor, working_type);
+    }
+  };
+  return launch_updates(segments, count, gradient_coefficient, nonfinite, stream, update);
 }
 
 const char* ema_step(const EmaSegment* segments, int64_t count, float weight,
