@@ -305,36 +305,6 @@ TEST_F(CudaOptimizer, ASaveBesideACudaGraphIsOfItsMoment) {
       kOverGloo);
 }
 
-TEST_F(CudaOptimizer, CaptureOfAnOverlappedGatherIsRefused) {
-  run_ranks(
-      1,
-      [&](const Group& group) {
-        Captured run(group, ZeroOptions().overlap_gather(true));
-        run.backward();
-        run.optimizer.step();
-        run.optimizer.wait_for(*run.model);
-        run.graph.capture_begin();
-        EXPECT_THROW(run.backward(), c10::Error);
-        run.graph.capture_end();
-      },
-      kOverGloo);
-}
-
-// A host that waits for peers cannot be captured.
-TEST_F(CudaOptimizer, CaptureWithoutNcclIsRefused) {
-  run_ranks(
-      2,
-      [&](const Group& group) {
-        Captured run(group, {});
-        run.backward();
-        run.optimizer.step();
-        run.graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
-        EXPECT_THROW(run.backward(), c10::Error);
-        run.graph.capture_end();
-      },
-      kOverGloo);
-}
-
 // Replays would go on with the rates before.
 TEST_F(CudaOptimizer, CaptureWithRatesThatWereNotSentIsRefused) {
   run_ranks(
@@ -362,19 +332,6 @@ TEST_F(CudaOptimizer, CaptureOfUpdatesInTheBackwardPassIsRefused) {
     EXPECT_THROW(run.backward(), c10::Error);
     run.graph.capture_end();
   });
-}
-
-TEST_F(CudaOptimizer, CaptureOfTheFirstStepIsRefused) {
-  run_ranks(
-      1,
-      [&](const Group& group) {
-        Captured run(group, {});
-        run.backward();
-        run.graph.capture_begin();
-        EXPECT_THROW(run.optimizer.step(), c10::Error);
-        run.graph.capture_end();
-      },
-      kOverGloo);
 }
 
 // One rank, because one GPU may be all there is: the calls, their streams and their results, while
