@@ -39,7 +39,7 @@ template <class Rule, class Segments>
 void update(const Segments& segments, int variant, int64_t step, const double* nonfinite = nullptr,
             ScalarType dtype = kDtype) {
   const float coefficient = 0.37F;
-  Rule::step(segments, Rule::options(variant, step), &coefficient, nonfinite, dtype);
+  Rule::step(segments, Rule::options(variant, step), &coefficient, nonfinite, dtype, Stream{});
 }
 
 std::vector<float> joined(Arrays& arrays) {

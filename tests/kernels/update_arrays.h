@@ -132,14 +132,8 @@ struct Adam {
     return o;
   }
   static AdamSegment segment(Arrays& arrays, int) { return arrays.adam(); }
-  static void step(c10::ArrayRef<AdamSegment> s, const AdamOptions& o, const float* coefficient,
-                   const double* nonfinite, c10::ScalarType dtype) {
-    adam_step(s, o, coefficient, nonfinite, dtype, Stream{});
-  }
-  static void expect(const AdamSegment& s, const AdamOptions& o, const float* coefficient,
-                     c10::ScalarType dtype) {
-    reference::stored_adam_step(s, o, coefficient, dtype);
-  }
+  static constexpr auto* step = &adam_step;
+  static constexpr auto* expect = &reference::stored_adam_step;
 };
 
 struct Sgd {
@@ -157,14 +151,8 @@ struct Sgd {
     s.first_step = (variant & 4) != 0;
     return s;
   }
-  static void step(c10::ArrayRef<SgdSegment> s, const SgdOptions& o, const float* coefficient,
-                   const double* nonfinite, c10::ScalarType dtype) {
-    sgd_step(s, o, coefficient, nonfinite, dtype, Stream{});
-  }
-  static void expect(const SgdSegment& s, const SgdOptions& o, const float* coefficient,
-                     c10::ScalarType dtype) {
-    reference::stored_sgd_step(s, o, coefficient, dtype);
-  }
+  static constexpr auto* step = &sgd_step;
+  static constexpr auto* expect = &reference::stored_sgd_step;
 };
 
 struct Lion {
@@ -176,14 +164,8 @@ struct Lion {
     return o;
   }
   static LionSegment segment(Arrays& arrays, int) { return arrays.lion(); }
-  static void step(c10::ArrayRef<LionSegment> s, const LionOptions& o, const float* coefficient,
-                   const double* nonfinite, c10::ScalarType dtype) {
-    lion_step(s, o, coefficient, nonfinite, dtype, Stream{});
-  }
-  static void expect(const LionSegment& s, const LionOptions& o, const float* coefficient,
-                     c10::ScalarType dtype) {
-    reference::stored_lion_step(s, o, coefficient, dtype);
-  }
+  static constexpr auto* step = &lion_step;
+  static constexpr auto* expect = &reference::stored_lion_step;
 };
 
 using Rules = ::testing::Types<Adam, Sgd, Lion>;

@@ -52,7 +52,7 @@ TYPED_TEST(Updates, EveryVariantSizeAndSettingHasTheBitsOfTheReference) {
           Arrays got = start;
           for (int64_t step = 0; step < 2; ++step) {
             Rule::step(Rule::segment(got, options), Rule::options(options, step), scale, nullptr,
-                       dtype);
+                       dtype, Stream{});
           }
           ASSERT_TRUE(got.same_others(expected)) << "variant " << variant;
           ASSERT_TRUE(got.same_bytes(expected))
@@ -95,7 +95,7 @@ TYPED_TEST(Updates, SegmentsOfSeveralTypesAndParameters) {
   auto options = Rule::options(0, 17);  // not looked at
   const double step = 5.0;
   options.device_noise_step = &step;
-  Rule::step(segments, options, nullptr, nullptr, ScalarType::BFloat16);
+  Rule::step(segments, options, nullptr, nullptr, ScalarType::BFloat16, Stream{});
   for (size_t i = 0; i < got.size(); ++i) {
     EXPECT_TRUE(got[i].same_bytes(expected[i])) << "segment " << i;
   }
@@ -127,8 +127,8 @@ TYPED_TEST(Updates, CutsAtBlocksChangeNoBit) {
     for (Arrays& piece : pieces) segments.push_back(Rule::segment(piece, 0));
     for (int64_t step = 0; step < 3; ++step) {
       Rule::step(Rule::segment(whole, 0), Rule::options(0, step), nullptr, nullptr,
-                 ScalarType::Half);
-      Rule::step(segments, Rule::options(0, step), nullptr, nullptr, ScalarType::Half);
+                 ScalarType::Half, Stream{});
+      Rule::step(segments, Rule::options(0, step), nullptr, nullptr, ScalarType::Half, Stream{});
     }
     for (int k = 0; k < 3; ++k) {
       const int64_t begin = cuts[k], numel = cuts[k + 1] - begin;
@@ -157,7 +157,7 @@ TYPED_TEST(Updates, ANonFiniteCountLeavesEveryBitAsItWas) {
       for (const double nonfinite : {1.0, 17.0, static_cast<double>(NAN), 0.0}) {
         Arrays arrays = before;
         Rule::step(Rule::segment(arrays, 1), Rule::options(1, 1), &coefficient, &nonfinite,
-                   ScalarType::BFloat16);
+                   ScalarType::BFloat16, Stream{});
         EXPECT_EQ(arrays.same_bytes(before), nonfinite != 0.0) << nonfinite;
       }
     }
@@ -170,13 +170,15 @@ TYPED_TEST(Updates, RefusesElementsAtWhichNoBlockBegins) {
   auto segment = Rule::segment(arrays, 0);
   for (const int64_t element : {1, 255, -256, 257}) {
     segment.element = element;
-    EXPECT_THROW(Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float),
-                 c10::Error);
+    EXPECT_THROW(
+        Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float, Stream{}),
+        c10::Error);
   }
   segment.element = 0;
   segment.state_type = static_cast<StateType>(7);
-  EXPECT_THROW(Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float),
-               c10::Error);
+  EXPECT_THROW(
+      Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float, Stream{}),
+      c10::Error);
 }
 
 TEST(SgdStep, TheFirstStepDoesNotReadTheMomentum) {
