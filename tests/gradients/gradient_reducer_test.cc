@@ -140,15 +140,6 @@ TEST(GradientReducerTest, AShardIsTheMeanOverRanksAndGradientsAreFreedAtOnce) {
   }
 }
 
-TEST(GradientReducerTest, TheScaleMultipliesEveryGradient) {
-  on_ranks(2, [](Rank& r) {
-    r.reducer.set_scale(0.25);
-    r.backward(0);
-    r.reducer.complete(1);
-    r.expect_shards([&](int64_t p) { return r.mean(p, {0}) * 0.25; });
-  });
-}
-
 TEST(GradientReducerTest, ASecondPlainBackwardClosesTheRoundAndAddsUp) {
   for (const int world_size : {1, 2, 3, 4}) {
     on_ranks(world_size, [](Rank& r) {
