@@ -30,6 +30,9 @@ _ROOMS = {
 # Rooms whose tests spend their time in loops of their own.
 _OPTIMIZED = ["bookkeeping", "kernels"]
 
+# Rooms whose tests train, and are medium if not said otherwise.
+_MEDIUM = ["training"]
+
 def _room():
     return native.package_name().split("/")[-1]
 
@@ -43,7 +46,7 @@ def _deps(room, support, deps):
 
 def room_test(
         name,
-        size = "small",
+        size = None,
         source = None,
         srcs = [],
         support = [],
@@ -58,7 +61,7 @@ def room_test(
 
     Args:
       name: of the test, and of its source.
-      size: small, medium or large: see tests/README.md.
+      size: small, medium or large: see tests/README.md. Of rooms that train, medium if not given.
       source: the name of the source, where it is not that of the test.
       srcs: sources and headers besides.
       support: libraries of //tests/support.
@@ -71,6 +74,7 @@ def room_test(
       long: the environment of <name without _test>_long_test, the same test with more of everything.
       **kwargs: as for cc_test.
     """
+    size = size or ("medium" if _room() in _MEDIUM else "small")
     kwargs["srcs"] = [(source or name) + ".cc"] + srcs
     kwargs["deps"] = _deps(room, support + ["test_main"], deps)
     kwargs["optimized"] = _room() in _OPTIMIZED
