@@ -401,41 +401,34 @@ void adamw_of_split_masters_vs_fp32(benchmark::State& state) {
       [&] { run(split); }, [&] { run(plain); });
 }
 
-void sgd_int8_state_vs_fp32_state(benchmark::State& state) {
+template <class Segment, class Update>
+void int8_state_vs_fp32_state(benchmark::State& state, void* Segment::*average,
+                              const Update& update) {
   const int64_t n = state.range(0);
-  SgdSegment plain;
+  Segment plain;
   plain.master = array(0);
-  plain.momentum = array(1);
+  plain.*average = array(1);
   plain.gradient = array(3);
   plain.working = array(4);
   plain.numel = n;
-  SgdSegment stored = plain;
+  Segment stored = plain;
   stored.state_type = StateType::kInt8;
-  stored.momentum = stored_array(StateType::kInt8, false, 1, n);
-  const auto run = [&](const SgdSegment& segment) {
+  stored.*average = stored_array(StateType::kInt8, false, 1, n);
+  compare(
+      state, 16.0 * n, [&] { update(stored); }, [&] { update(plain); });
+}
+
+void sgd_int8_state_vs_fp32_state(benchmark::State& state) {
+  int8_state_vs_fp32_state(state, &SgdSegment::momentum, [](const SgdSegment& segment) {
     sgd_step(segment, {.lr = 1e-6, .momentum = 0.9}, nullptr, nullptr, ScalarType::BFloat16,
              Stream{});
-  };
-  compare(
-      state, 16.0 * n, [&] { run(stored); }, [&] { run(plain); });
+  });
 }
 
 void lion_int8_state_vs_fp32_state(benchmark::State& state) {
-  const int64_t n = state.range(0);
-  LionSegment plain;
-  plain.master = array(0);
-  plain.exp_avg = array(1);
-  plain.gradient = array(3);
-  plain.working = array(4);
-  plain.numel = n;
-  LionSegment stored = plain;
-  stored.state_type = StateType::kInt8;
-  stored.exp_avg = stored_array(StateType::kInt8, false, 1, n);
-  const auto run = [&](const LionSegment& segment) {
+  int8_state_vs_fp32_state(state, &LionSegment::exp_avg, [](const LionSegment& segment) {
     lion_step(segment, {.lr = 1e-6}, nullptr, nullptr, ScalarType::BFloat16, Stream{});
-  };
-  compare(
-      state, 16.0 * n, [&] { run(stored); }, [&] { run(plain); });
+  });
 }
 
 void sgd_momentum_vs_move(benchmark::State& state) {
