@@ -137,20 +137,20 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // ---- Training ----
 
-  // Runs backward from a 0-dim `loss` (times loss_scale()) and closes the round: complete buckets
-  // were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for other
-  // ranks 20 ms at most, which bounds memory when the network is slower than the backward pass.
-  // Calls add up. What a parameter's hooks return is sent; gradients of torch::autograd::grad() are
-  // not. Until step(), p.grad() of what was sent is NaN and may not be changed. A loss without a
-  // graph has the gradient zero, as where this rank drops all layers; under a NoGradGuard or
-  // InferenceMode it throws. The loss may reach parameters of other optimizers with the same loss
-  // scale; those with another one throw, on all ranks. Throws what the backward pass throws; then
-  // every step() of each optimizer that it has reached throws until zero_grad(), or for ever with
-  // update_in_backward.
+  // Runs backward from a `loss` of one element (times loss_scale()) and closes the round: complete
+  // buckets were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for
+  // other ranks 20 ms at most, which bounds memory when the network is slower than the backward
+  // pass. Calls add up. What a parameter's hooks return is sent; gradients of
+  // torch::autograd::grad() are not. Until step(), p.grad() of what was sent is NaN and may not be
+  // changed. A loss without a graph has the gradient zero, as where this rank drops all layers;
+  // under a NoGradGuard or InferenceMode it throws. The loss may reach parameters of other
+  // optimizers with the same loss scale; those with another one throw, on all ranks. Throws what
+  // the backward pass throws; then every step() of each optimizer that it has reached throws until
+  // zero_grad(), or for ever with update_in_backward.
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, which this
-  // multiplies by loss_scale(); empty for 0-dim outputs. Those that have the scale in them already,
-  // as what the next pipeline stage sends, must be divided by it before, in fp32.
+  // multiplies by loss_scale(); empty for outputs of one element. Those that have the scale in them
+  // already, as what the next pipeline stage sends, must be divided by it before, in fp32.
   void backward(const std::vector<at::Tensor>& outputs,
                 const std::vector<at::Tensor>& output_gradients, bool retain_graph = false);
   // With ZeroOptions::micro_batches(M): the numbers of this rank, about M/W that follow each other.

@@ -482,7 +482,7 @@ TEST(MisuseTest, GradientAndMasterOfAForeignTensor) {
 
 TEST(MisuseTest, BackwardFromSomethingThatIsNoLoss) {
   expect_survives(stage(2), [](Rank& r) {
-    const Words words = {"loss: expected a 0-dim tensor, got", "use backward(outputs"};
+    const Words words = {"loss: expected a tensor of one element, got", "use backward(outputs"};
     r.backward(1);
     if (r.is(1)) {
       const auto error_of_outputs = [&](const at::Tensor& output) {

@@ -214,6 +214,36 @@ TEST(ModelsTest, SeveralOutputsAndAClosure) {
   });
 }
 
+// As torch's loss.backward() does: C++ trainers begin a loss with zeros({1}).
+TEST(ModelsTest, ALossOfOneElementMayHaveDimensions) {
+  for (const int world_size : {1, 2, 3}) {
+    run_ranks(world_size, [&](const Group& group) {
+      const auto after_a_step = [&](const std::vector<int64_t>& shape, bool outputs) {
+        torch::nn::Linear model(6, 3);
+        fill(*model, 1);
+        ZeroOptimizer optimizer(
+            *model, std::make_unique<torch::optim::SGD>(model->parameters(), 0.2), group,
+            ZeroOptions().loss_scaler(LossScalerOptions().initial_scale(8)));
+        const auto backward = [&](const at::Tensor& loss) {
+          outputs ? optimizer.backward({loss}, {}) : optimizer.backward(loss);
+        };
+        const at::Tensor x = random_tensor({4, 6}, static_cast<uint64_t>(group.rank()));
+        backward(model(x).pow(2).mean().reshape(shape));
+        backward(at::zeros(shape).requires_grad_());  // a regularizer that is off
+        optimizer.step();
+        return values(*model);
+      };
+      const std::vector<at::Tensor> expected = after_a_step({}, false);
+      for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1}, {1, 1, 1}}) {
+        for (const bool outputs : {false, true}) {
+          const std::vector<at::Tensor> got = after_a_step(shape, outputs);
+          for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i]));
+        }
+      }
+    });
+  }
+}
+
 TEST(ModelsTest, EverythingStartsFromRankZero) {
   for (Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
     run_ranks(3, [&](const Group& group) {

@@ -353,8 +353,8 @@ void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
     check(i, output.requires_grad(), "one that requires gradients",
           "one without a graph; make it without a NoGradGuard, from parameters of the module");
     const bool given = i < output_gradients.size() && output_gradients[i].defined();
-    check(i, given || output.dim() == 0, c10::str("an output gradient for shape ", output.sizes()),
-          "none");
+    check(i, given || output.numel() == 1,
+          c10::str("an output gradient for shape ", output.sizes()), "none");
   }
 }
 
@@ -428,10 +428,10 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
 }
 
 void BackwardPasses::run(const at::Tensor& loss) {
-  if (!loss.defined() || loss.dim() != 0) {
+  if (!loss.defined() || loss.numel() != 1) {
     parts_.protocol.check_usable();
     parts_.protocol.throw_misuse(
-        "loss: expected a 0-dim tensor, got " +
+        "loss: expected a tensor of one element, got " +
         (loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined")) +
         "; use backward(outputs, output_gradients)");
   }
