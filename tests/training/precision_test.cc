@@ -208,6 +208,41 @@ TEST_P(PrecisionAt, NormsOfLargeGradientsAreFinite) {
   }
 }
 
+// Such a scale is infinite there, as the product of loss and scale is.
+TEST_P(PrecisionAt, AScaleThatTheLossCannotHoldSkipsTheStepAndShrinks) {
+  struct Case {
+    c10::ScalarType dtype;
+    double too_large, held;
+  };
+  for (const Case& c : {Case{at::kHalf, 65536, 32768}, Case{at::kFloat, 0x1p128, 0x1p64}}) {
+    for (const bool outputs : {false, true}) {
+      run_ranks(GetParam(), [&](const Group& group) {
+        GivenGradients model({filled(0, 33, c.dtype)});
+        auto scaler = LossScalerOptions().initial_scale(c.too_large).max_scale(c.too_large);
+        scaler.growth_factor(c.too_large / c.held).backoff_factor(c.held / c.too_large);
+        ZeroOptimizer optimizer(model, sgd(model, 1.0), group,
+                                ZeroOptions().loss_scaler(scaler.growth_interval(1)));
+        const auto step = [&] {
+          const at::Tensor loss = at::sum(model.values[0] * 0.125);
+          ASSERT_EQ(loss.scalar_type(), c.dtype);
+          outputs ? optimizer.backward({loss}, {}) : optimizer.backward(loss);
+          optimizer.step();
+        };
+        for (const double good_steps : {1.0, 2.0}) {
+          step();
+          EXPECT_TRUE(optimizer.step_skipped());
+          EXPECT_EQ(optimizer.loss_scale(), c.held);
+          step();
+          EXPECT_FALSE(optimizer.step_skipped());
+          EXPECT_EQ(optimizer.loss_scale(), c.too_large) << "it has grown";
+          EXPECT_NEAR(optimizer.master(model.values[0])[7].item<double>(), -0.125 * good_steps,
+                      1e-6);
+        }
+      });
+    }
+  }
+}
+
 // --- Memory between steps
 
 struct MemoryCase {

@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
@@ -66,6 +67,14 @@ class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
  private:
   std::function<void()> call_;
 };
+
+// The gradient of an output of one element: the loss scale. Where its dtype cannot hold that it is
+// infinite, as a product would be, so that the step is skipped and a dynamic scale shrinks. A fill
+// by such a number throws: std::runtime_error, in fp16 on a GPU alone.
+at::Tensor scale_of(const at::Tensor& output, double scale) {
+  const at::Scalar held = at::scalar_tensor(scale, at::kDouble).to(output.scalar_type()).item();
+  return at::full_like(output, held, output.options().requires_grad(false));
+}
 
 // What to do about incomplete gradients.
 std::string remedy(bool update_in_backward) {
@@ -367,8 +376,7 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
       gradients.push_back(scale == 1.0 ? output_gradients[i] : output_gradients[i] * scale);
       continue;
     }
-    gradients.push_back(
-        at::full_like(outputs[i], scale, outputs[i].options().requires_grad(false)));
+    gradients.push_back(scale_of(outputs[i], scale));
   }
   return gradients;
 }
@@ -444,8 +452,7 @@ void BackwardPasses::run(const at::Tensor& loss) {
   run_pass([&] {
     // A loss that touches nothing trainable has no graph; its gradient is zero.
     if (!loss.requires_grad()) return;
-    const double scale = parts_.record.scaler().scale();
-    loss.backward(at::full_like(loss, scale, loss.options().requires_grad(false)));
+    loss.backward(scale_of(loss, parts_.record.scaler().scale()));
   });
 }
 
