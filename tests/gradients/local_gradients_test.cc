@@ -123,6 +123,20 @@ TEST(LocalGradientsTest, AMarkerStaysUntilTheStepIsOverAndMayNotBeReplaced) {
   }
 }
 
+// As a handle of p.grad() of the last step does.
+TEST(LocalGradientsTest, AMarkerThatWasFilledBetweenStepsIsNaNInTheNext) {
+  for (const bool with_version : {true, false}) {
+    Model m(at::kHalf);
+    m.local.mark_sent(0);
+    const at::Tensor handle = m.grad(0);
+    m.local.consume();
+    (with_version ? handle : handle.data()).zero_();
+    m.local.mark_sent(0);
+    EXPECT_TRUE(is_marker(m.grad(0)));
+    m.local.verify();
+  }
+}
+
 TEST(LocalGradientsTest, AMarkerGoesWithItsOwner) {
   FlatModel flat({at::zeros({2, 3})}, 1, {Layout::kContiguous, 256});
   {

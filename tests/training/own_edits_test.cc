@@ -114,6 +114,35 @@ TEST(OwnEditsTest, MarkersAreNaNAgainAfterTheyWereFilled) {
   });
 }
 
+// As Python's p.grad.data.zero_() in place of zero_grad(). Neither raises a version.
+TEST(OwnEditsTest, AFillOrAReplacementOfTheDataOfAMarkerIsRefused) {
+  for (const bool fill : {true, false}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      on_ranks(
+          [&](OwnRank& r) {
+            r.own(2, 4);
+            if (fill) {
+              for (const at::Tensor& p : r.model.parameters()) p.grad().data().zero_();
+            } else {
+              r.model.b.grad().set_data(at::ones({5}, dtype));
+            }
+            expect_words(error_of([&] { r.optimizer.step(); }),
+                         {"expected p.grad() as", "left it"});
+            EXPECT_NE(error_of([&] { r.own(1, 1); }), "");
+            r.optimizer.zero_grad();
+            r.own(8, 16);
+            for (const at::Tensor& p : r.model.parameters()) {
+              EXPECT_TRUE(p.grad().isnan().all().item<bool>()) << p.grad();
+              EXPECT_EQ(p.grad().stride(0), 0) << "memory for one number";
+            }
+            r.optimizer.step();
+            r.expect(-8, -16);
+          },
+          dtype);
+    }
+  }
+}
+
 // Those of parameters that had none when others were filled and dropped, too.
 TEST(OwnEditsTest, AFilledMarkerLeavesThoseOfOthersNaN) {
   constexpr bool kNoSyncFp32 = true;

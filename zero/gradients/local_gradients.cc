@@ -4,8 +4,11 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
+#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
 
+#include <cmath>
 #include <limits>
 #include <map>
 #include <utility>
@@ -60,6 +63,36 @@ int64_t version_of(const at::Tensor& gradient) {
   return gradient.is_inference() ? 0 : static_cast<int64_t>(gradient._version());
 }
 
+at::Tensor not_a_number(at::IntArrayRef sizes, const Parameter& p) {
+  return at::full(sizes, std::numeric_limits<double>::quiet_NaN(),
+                  p.tensor.options().requires_grad(false));
+}
+
+// With a version of its own, and no view: torch's zero_grad() cannot detach a view in place.
+at::Tensor marker_of(const at::Tensor& number, const Parameter& p) {
+  return number.expand(p.sizes).variable_data();
+}
+
+// Returns whether nobody has changed a marker: by a write, by one through p.grad().data() or by
+// set_data(), which raise no version. On a GPU the number is not read, which would wait for it.
+bool is_as_made(const at::Tensor& marker) {
+  if (marker._version() != 0) return false;
+  if (marker.numel() == 0) return true;
+  if (marker.numel() > 1 && marker.is_non_overlapping_and_dense()) return false;
+  if (!marker.is_cpu()) return true;
+  const void* const number = marker.const_data_ptr();
+  switch (marker.scalar_type()) {
+    case at::kFloat:
+      return std::isnan(*static_cast<const float*>(number));
+    case at::kBFloat16:
+      return std::isnan(static_cast<float>(*static_cast<const c10::BFloat16*>(number)));
+    case at::kHalf:
+      return std::isnan(static_cast<float>(*static_cast<const c10::Half*>(number)));
+    default:
+      return false;
+  }
+}
+
 // sum = gradient, or sum += gradient.
 void add(const at::Tensor& gradient, bool first, const at::Tensor& sum) {
   kernels::cast_copy(gradient.const_data_ptr(), gradient.scalar_type(), sum.mutable_data_ptr(),
@@ -81,27 +114,14 @@ LocalGradients::~LocalGradients() {
   }
 }
 
-// Each marker has a value of its own, which zero_grad(false) of a module fills.
+// Each marker has a number of its own, which zero_grad(false) of a module fills.
 void LocalGradients::make_markers() {
-  std::map<c10::ScalarType, at::Tensor> values;
+  std::map<c10::ScalarType, at::Tensor> numbers;
   for (size_t i = 0; i < states_.size(); ++i) {
-    at::Tensor& marker = states_[i].marker;
-    if (marker.defined() && marker._version() == 0) continue;
     const Parameter& p = table_.parameters()[i];
-    const auto nan = [&](at::IntArrayRef sizes) {
-      return at::full(sizes, std::numeric_limits<double>::quiet_NaN(),
-                      p.tensor.options().requires_grad(false));
-    };
-    at::Tensor value;
-    if (marker.defined()) {
-      value = nan({});
-    } else {
-      at::Tensor& all = values[p.tensor.scalar_type()];
-      if (!all.defined()) all = nan({static_cast<int64_t>(states_.size())});
-      value = all.select(0, static_cast<int64_t>(i));
-    }
-    // With a version of its own, and no view: torch's zero_grad() cannot detach a view in place.
-    marker = value.expand(p.sizes).variable_data();
+    at::Tensor& all = numbers[p.tensor.scalar_type()];
+    if (!all.defined()) all = not_a_number({static_cast<int64_t>(states_.size())}, p);
+    states_[i].marker = marker_of(all.select(0, static_cast<int64_t>(i)), p);
   }
 }
 
@@ -119,7 +139,10 @@ void LocalGradients::expect(int64_t parameter, Holds holds) {
 }
 
 void LocalGradients::put_marker(int64_t parameter) {
-  table_.parameters()[parameter].tensor.mutable_grad() = states_[parameter].marker;
+  const Parameter& p = table_.parameters()[parameter];
+  at::Tensor& marker = states_[parameter].marker;
+  if (!is_as_made(marker)) marker = marker_of(not_a_number({}, p), p);
+  p.tensor.mutable_grad() = marker;
   expect(parameter, Holds::kMarker);
 }
 
@@ -140,8 +163,9 @@ void LocalGradients::check_unchanged(int64_t parameter) const {
   // As long as nothing was sent, a gradient may be changed as in torch.
   if (state.holds == Holds::kUnknown || !gradient.defined()) return;
   if (state.holds == Holds::kGradient && !state.sent) return;
-  const bool same =
-      state.tensor == gradient.unsafeGetTensorImpl() && state.version == version_of(gradient);
+  const bool same = state.tensor == gradient.unsafeGetTensorImpl() &&
+                    (state.holds == Holds::kMarker ? is_as_made(gradient)
+                                                   : state.version == version_of(gradient));
   TORCH_CHECK(same || state.holds != Holds::kAverage, "parameter ", p.name, kChangedAverage);
   TORCH_CHECK(
       same, "parameter ", p.name,
@@ -269,7 +293,6 @@ bool LocalGradients::forget_resets() {
     state.kept = false;
     state.fp32 = at::Tensor();
   }
-  make_markers();
   return reset > 0;
 }
 
@@ -304,7 +327,6 @@ void LocalGradients::discard() {
     states_[i].kept = false;
   }
   consume();
-  make_markers();
 }
 
 int64_t LocalGradients::bytes() const {
