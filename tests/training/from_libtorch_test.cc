@@ -229,7 +229,7 @@ TEST_P(FromLibtorchTest, AnEmbeddingWithMaxNormIsRefusedAndTheTwoOthersTrain) {
       const auto shorten = [&](Words& of) {
         at::NoGradGuard no_grad;
         at::Tensor weight = of.embedding->weight;
-        at::embedding_renorm_(weight, at::arange(weight.size(0)), kMaxNorm, 2.0);
+        at::embedding_renorm_(weight, at::arange(weight.size(0), weight.device()), kMaxNorm, 2.0);
       };
       ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
       const auto reference = adam(plain.parameters());
