@@ -122,6 +122,42 @@ TEST_P(FromLibtorchTest, GradientsFromBeforeTheOptimizerAreDropped) {
   });
 }
 
+// A regularizer that adds to gradients through their pointers, as one in CUDA does: before the
+// pass, or behind one under no_sync().
+TEST_P(FromLibtorchTest, AKernelAddsToGradientsThroughTheirPointers) {
+  const auto add = [](const torch::nn::Module& net) {
+    for (const at::Tensor& p : net.parameters()) {
+      if (!p.grad().defined()) p.mutable_grad() = at::zeros_like(p.detach());
+      float* const gradient = p.grad().data_ptr<float>();
+      for (int64_t i = 0; i < p.numel(); ++i) gradient[i] += 0.1F * p.data_ptr<float>()[i];
+    }
+  };
+  run([&](const Group& group, const ZeroOptions& options) {
+    for (const bool before : {true, false}) {
+      Net net(1), plain(1);
+      ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+      const auto reference = adam(plain.parameters());
+      for (int step = 0; step < 4; ++step) {
+        const Batch batch(step);
+        reference->zero_grad();
+        loss(plain, batch).backward();
+        add(plain);
+        reference->step();
+        if (before) {
+          add(net);
+          optimizer.backward(loss(net, batch.part_of(group)));
+        } else {
+          const auto guard = optimizer.no_sync();
+          optimizer.backward(loss(net, batch.part_of(group)));
+          add(net);
+        }
+        optimizer.step();
+        EXPECT_LT(difference(net, plain), kRounding) << "step " << step;
+      }
+    }
+  });
+}
+
 // As C++ programs tie weights: the head's member becomes the embedding's tensor. The tensor that
 // the head registered before stays in parameters(), and no loss uses it.
 struct TiedNet : torch::nn::Module {
