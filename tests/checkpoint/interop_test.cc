@@ -211,7 +211,7 @@ std::map<std::string, at::Tensor> crossing(const WholeState& state) {
 
 TEST(StateTest, AnyTensorParallelismTakesWhatAnyOtherWrote) {
   const std::string folder = fresh_folder("parts");
-  for (const int from : {1, 3}) {
+  for (const int from : {1, 3, 4}) {
     const std::string checkpoint = folder + "/" + std::to_string(from);
     WholeState saved;
     run_ranks(from, [&](const Group& world) {
@@ -269,6 +269,32 @@ TEST(StateTest, RowsAndColumnsOfPartsAreRefused) {
   });
   expect_words(error_of([&] { export_optimizer_state(folder + "/a", folder + "/state"); }),
                {"weight", "col_var", "tensor-parallel part"});
+}
+
+// The rows of one are cut for two ranks: before the first part there is none.
+TEST(StateTest, APartWithoutElementsHasNoState) {
+  const std::string folder = fresh_folder("empty_part");
+  run_ranks(2, [&](const Group& world) {
+    const Mesh mesh(world, {{"dp", 1}, {"tp", 2}});
+    torch::nn::Module model;
+    const at::Tensor w = model.register_parameter("w", at::ones({world.rank(), 3}));
+    ZeroOptimizer optimizer(
+        model, std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{w}),
+        mesh.group({"dp"}),
+        ZeroOptions()
+            .mesh_group(mesh.all())
+            .tensor_parts({mesh.group({"tp"}), [](const std::string&) { return 0; }}));
+    optimizer.backward(w.sum());
+    optimizer.step();
+    optimizer.save_checkpoint(folder + "/a");
+    EXPECT_TRUE(optimizer.load_checkpoint(folder + "/a").differences.empty());
+  });
+  const std::string path = folder + "/state.safetensors";
+  export_optimizer_state(folder + "/a", path);
+  SafetensorsFiles files(path);
+  EXPECT_EQ(files.find("state.w.exp_avg").tensor->shape, (std::vector<int64_t>{1, 3}));
+  const auto groups = nlohmann::json::parse(files.metadata().at("param_groups"));
+  EXPECT_EQ(groups[0].at("params"), std::vector<std::string>{"w"});
 }
 
 // A part that had one gradient less counts one step less.

@@ -35,6 +35,7 @@ struct Stage {
   int64_t copies = 1;
   double lr = 0.1;
   std::optional<int64_t> cut = std::nullopt;  // each rank is a part along this dimension
+  bool transposed = false;                    // the first dimension is the fastest in memory
 };
 
 class StageRun {
@@ -43,7 +44,9 @@ class StageRun {
     const Mesh mesh(world, {{"pp", world.world_size()}});
     std::vector<at::Tensor> tensors;
     for (const auto& [name, shape] : stage.parameters) {
-      tensors.push_back(module.register_parameter(name, at::full(shape, value)));
+      at::Tensor tensor = at::full(shape, value);
+      if (stage.transposed) tensor = at::full({shape.at(1), shape.at(0)}, value).t();
+      tensors.push_back(module.register_parameter(name, tensor));
     }
     for (const auto& [name, content] : stage.frozen) {
       module.register_parameter(name, at::full({3}, content), /*requires_grad=*/false);
@@ -167,6 +170,19 @@ TEST(MeshErrorsTest, WholesOfOtherShapesAreADifference) {
       EXPECT_TRUE(run.is(1));
     });
   }
+}
+
+// A part without elements has a memory order, which is that of the others.
+TEST(MeshErrorsTest, AnotherMemoryOrderIsADifferenceWhereAPartIsEmpty) {
+  const std::string folder = fresh_folder("transposed") + "/a";
+  std::vector<Stage> stages = {part({8, 0}, 1), part({8, 8}, 1)};
+  for (Stage& stage : stages) stage.transposed = true;
+  on_stages(stages, 1, [&](StageRun& run) { run.optimizer->save_checkpoint(folder); });
+  on_stages({{{{"w", {8, 8}}}}}, 2, [&](StageRun& run) {
+    expect_words(error_of([&] { run.optimizer->load_checkpoint(folder); }),
+                 {"parameter w: memory order (strides)"});
+    EXPECT_TRUE(run.is(2));
+  });
 }
 
 // Rows and columns of Adafactor's second moment belong to the part that they were made for.

@@ -141,6 +141,7 @@ void MeshRun::hold_layer(int layer) {
   hold(prefix + "fused", layer % 2 == 0 ? std::vector<int64_t>{48, 4} : std::vector<int64_t>{4, 48},
        kMatrices, cut, layer >= 2,
        shape_.swaps_cuts ? std::vector<int64_t>() : std::vector<int64_t>{24, 12, 12});
+  hold(prefix + "short", {3, 4}, kMatrices, 0);  // of four parts one has no rows
   hold(prefix + "bias", {13}, kBiases);
   hold(prefix + "unused", {6}, kBiases);
   const int each = kExperts / shape_.experts;

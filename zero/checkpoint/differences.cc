@@ -3,6 +3,7 @@
 #include "zero/checkpoint/differences.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <array>
@@ -80,7 +81,7 @@ class Comparison {
                        false);
     }
     bool usable = true;
-    if (memory_order(a) != memory_order(b) && numel(a) > 0) {
+    if (memory_order(a) != memory_order(b) && c10::multiply_integers(whole_shape(a)) > 0) {
       usable = different("memory order (strides)", c10::IntArrayRef(a.strides),
                          c10::IntArrayRef(b.strides), false);
       lines.back() += "; files of export_model() and export_optimizer_state() fit either";
@@ -256,7 +257,8 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
   std::map<std::string, std::set<std::string>> kinds = stored_kinds(manifest);
   std::map<std::string, std::vector<const std::set<std::string>*>> parts;  // by name
   for (const ManifestParameter& p : manifest.parameters) {
-    parts[p.name].push_back(&kinds[stored_name(p)]);
+    // A part without elements has no tensors.
+    if (numel(p) > 0) parts[p.name].push_back(&kinds[stored_name(p)]);
   }
   for (const Parameter& p : table.parameters()) {
     const auto& stored = parts[p.name];

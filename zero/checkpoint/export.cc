@@ -97,13 +97,13 @@ std::string plain_groups_text(const Manifest& manifest) {
     group["params"] = json::array();
     groups.push_back(std::move(group));
   }
+  std::set<std::string> named;
   for (const ManifestParameter& p : manifest.parameters) {
     const size_t g = static_cast<size_t>(p.group);
     TORCH_CHECK(g < groups.size(), "parameter ", p.name, ": expected one of ", groups.size(),
                 " parameter groups, got number ", p.group);
-    json& names = groups[g]["params"];
     // Parts of one tensor are one parameter; they stand one behind the other or far apart.
-    if (!is_part(p) || p.from == 0) names.push_back(p.name);
+    if (named.insert(p.name).second) groups[g]["params"].push_back(p.name);
   }
   return json_text(groups);
 }
@@ -152,13 +152,18 @@ at::Tensor python_step(const at::Tensor& step) {
   return step.to(step.item<int64_t>() <= kExact ? at::kFloat : at::kDouble);
 }
 
-// The state of one parameter, of which `first` is the first part.
-void add_state(CheckpointReader& reader, PartReader& whole, const ManifestParameter& first,
+// The state of one parameter, which its parts with elements have.
+void add_state(CheckpointReader& reader, PartReader& whole, const PartReader::Parts& parts,
                std::vector<TensorToWrite>& tensors) {
+  const auto found = std::find_if(parts.begin(), parts.end(),
+                                  [](const ManifestParameter* p) { return numel(*p) > 0; });
+  if (found == parts.end()) return;
+  const ManifestParameter& first = **found;
   const std::string owner = stored_name(first);
   const std::set<std::string> kinds = reader.kinds(owner);
   HeldRange all{first.name, {}, {}};
-  for (const ManifestParameter* part : whole.parts(first.name)) {
+  for (const ManifestParameter* part : parts) {
+    if (numel(*part) == 0) continue;
     TORCH_CHECK(reader.kinds(stored_name(*part)) == kinds, "parameter ", first.name,
                 ": expected the same state of all tensor-parallel parts, got parts that differ, "
                 "which cannot be put together; export the state of a run without tensor "
@@ -227,7 +232,8 @@ std::string export_optimizer_state(const std::string& folder, const std::string&
   std::vector<TensorToWrite> tensors;
   PartReader whole(reader);
   for (const ManifestParameter& p : manifest.parameters) {
-    if (whole.parts(p.name).front() == &p) add_state(reader, whole, p, tensors);
+    const PartReader::Parts& parts = whole.parts(p.name);
+    if (parts.front() == &p) add_state(reader, whole, parts, tensors);
   }
   return write_safetensors_files(path, tensors,
                                  {{"format", "pt"},
