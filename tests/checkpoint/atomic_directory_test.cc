@@ -4,8 +4,8 @@
 // Folders that appear complete or not at all, on file systems that cannot exchange
 // folders or have no locks, with saves that overlap and saves that are killed.
 //
-// This file's own renameat2(), rename(), fsync() and fcntl() take the place of the C library's in
-// the whole program: they play such a file system, or end the process.
+// This file's own renameat2(), rename(), fsync(), open() and fcntl() take the place of the C
+// library's in the whole program: they play such a file system, or end the process.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -36,6 +36,7 @@ namespace {
 bool has_exchange = true;
 bool has_noreplace = true;
 bool has_locks = true;
+bool opens_locks = true;  // of others
 bool renames_folders = true;
 bool dies_at_flags = false;
 std::function<void()> before_rename;
@@ -82,6 +83,18 @@ extern "C" int fsync(int file) {
   return static_cast<int>(syscall(SYS_fsync, file));
 }
 
+extern "C" int open(const char* path, int flags, ...) {
+  va_list arguments;
+  va_start(arguments, flags);
+  const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
+  va_end(arguments);
+  if (!opens_locks && (flags & O_CREAT) == 0 && std::string(path).ends_with("/lock")) {
+    errno = EACCES;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
+
 extern "C" int fcntl(int file, int command, ...) {
   va_list arguments;
   va_start(arguments, command);
@@ -106,7 +119,7 @@ class AtomicDirectoryTest : public ::testing::Test {
     fs::create_directories(parent_);
   }
   ~AtomicDirectoryTest() override {
-    has_exchange = has_noreplace = has_locks = renames_folders = true;
+    has_exchange = has_noreplace = has_locks = opens_locks = renames_folders = true;
     before_rename = nullptr;
     busy.clear();
     broken.clear();
@@ -479,6 +492,24 @@ TEST_F(AtomicDirectoryTest, ASaveLeavesALivingOneToAnotherTargetAlone) {
   EXPECT_EQ(child.wait(), 0);
   EXPECT_EQ(steps_at(parent_ + "/step-4"), 4);
   EXPECT_FALSE(fs::exists(parent_ + "/step-4/lock"));
+}
+
+// Of another user, whose hidden folder is not for others.
+TEST_F(AtomicDirectoryTest, ALockThatCannotBeOpenedIsNotThatOfADeadSave) {
+  Signal begun, go_on;
+  Child child([&] {
+    AtomicDirectory directory(parent_ + "/step-4", false, kManifestName);
+    fill(directory.path(), 4);
+    begun.give();
+    go_on.await();
+    directory.publish();
+  });
+  begun.await();
+  opens_locks = false;
+  keep_last(parent_, 2);
+  go_on.give();
+  EXPECT_EQ(child.wait(), 0);
+  EXPECT_EQ(steps_at(parent_ + "/step-4"), 4);
 }
 
 TEST_F(AtomicDirectoryTest, ARemovalThatFailsDoesNotStopTheOthers) {

@@ -163,14 +163,16 @@ OwnSaves& own_saves() {
 }
 
 // Who fills a hidden folder: nothing for a dead one, and `unsure` for one that may be dead: it has
-// no lock, or the file system none. The caller holds own_saves().mutex.
+// no lock, or the file system none. `unopened` in place of `unsure` if there is a lock that cannot
+// be opened, as that of another user. The caller holds own_saves().mutex.
 std::optional<std::string> owner_of(const std::string& path,
-                                    const std::optional<std::string>& unsure = std::nullopt) {
+                                    const std::optional<std::string>& unsure,
+                                    const std::optional<std::string>& unopened) {
   // Not opened where it is this process's own: closing a file drops its record locks.
   if (own_saves().names.count(name_of(path)) != 0) return "by this process";
   const std::string lock_path = path + kLock;
   const int file = open(lock_path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
-  if (file < 0) return unsure;
+  if (file < 0) return errno == ENOENT || errno == ELOOP ? unsure : unopened;
   struct flock lock = lock_of_whole_file();
   const bool known = fcntl(file, F_GETLK, &lock) == 0;
   close(file);
@@ -268,8 +270,8 @@ void AtomicDirectory::make() {
     if (!target || other == path_ || !is_folder(other)) continue;
     const bool same = *target == name_of(target_);
     const bool remove_unsure = same || *target == kTrial;
-    const auto owner =
-        owner_of(other, remove_unsure ? std::nullopt : std::optional<std::string>("perhaps"));
+    const auto unsure = remove_unsure ? std::nullopt : std::optional<std::string>("perhaps");
+    const auto owner = owner_of(other, unsure, unsure);
     TORCH_CHECK(!same || !owner, target_,
                 ": expected no other save to this folder under way, got one ", owner.value_or(""),
                 " in ", other,
@@ -372,7 +374,8 @@ void remove_left_overs(const std::string& parent) {
   for (const std::string& name : names_in(parent)) {
     const std::string path = parent + "/" + name;
     if (!is_folder(path)) continue;
-    if ((saving_target(name) && !owner_of(path)) || is_removed(name)) remove_directory(path);
+    const bool dead = saving_target(name) && !owner_of(path, std::nullopt, "perhaps");
+    if (dead || is_removed(name)) remove_directory(path);
   }
 }
 
