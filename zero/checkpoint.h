@@ -63,10 +63,11 @@ std::optional<std::string> latest(const std::string& parent);
 
 // Removes all checkpoints in `parent` but the `count` that were saved last, of whatever
 // run, and what dead saves left there. What latest() passes over does not count, and is removed
-// only once `count` others are newer. Returns the paths removed: what cannot be removed is a
-// warning and stays. Of hidden folders only those are removed whose names this library gives. A
-// save by this process that is under way is left alone; so is one of another process, where the
-// file system has locks. Throws for a count below 1.
+// only once `count` others are newer. Returns the paths removed: what cannot be renamed is a
+// warning and stays, and what cannot be removed then, such as files of another user, is a warning
+// and stays under a hidden name, which later calls try again. Of hidden folders only those are
+// removed whose names this library gives. A save by this process that is under way is left alone;
+// so is one of another process, where the file system has locks. Throws for a count below 1.
 //
 // If each machine has a disk of its own, call it on every rank, or on one of each machine, right
 // after a save has returned: several calls for one folder may overlap. A checkpoint that a crash

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -510,6 +511,24 @@ TEST_F(AtomicDirectoryTest, ALockThatCannotBeOpenedIsNotThatOfADeadSave) {
   go_on.give();
   EXPECT_EQ(child.wait(), 0);
   EXPECT_EQ(steps_at(parent_ + "/step-4"), 4);
+}
+
+// How a group shares a folder.
+TEST_F(AtomicDirectoryTest, WhatIsSavedHasTheRightsThatTheProcessGives) {
+  const mode_t before = umask(002);
+  {
+    AtomicDirectory directory(target_, false, kManifestName);
+    FileWriter(directory.path() + "/file");
+    directory.publish();
+  }
+  umask(before);
+  const auto rights = [](const std::string& path) {
+    struct stat status {};
+    EXPECT_EQ(stat(path.c_str(), &status), 0) << path;
+    return status.st_mode & 07777;
+  };
+  EXPECT_EQ(rights(target_), 0775u);
+  EXPECT_EQ(rights(target_ + "/file"), 0664u);
 }
 
 TEST_F(AtomicDirectoryTest, ARemovalThatFailsDoesNotStopTheOthers) {

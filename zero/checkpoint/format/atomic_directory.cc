@@ -283,13 +283,13 @@ void AtomicDirectory::make() {
   remove_what_is_renamed(parent, /*by_others_alone=*/true);
   const bool exchanges = try_once(parent);
   TORCH_CHECK(exchanges || !exists(target_), target_, kNoExchange);
-  if (mkdir(path_.c_str(), 0755) != 0) {
+  if (mkdir(path_.c_str(), 0777) != 0) {
     if (errno == EEXIST) return;
     throw_errno("cannot make the folder " + path_, errno);
   }
   made_ = true;
   const std::string lock_path = path_ + kLock;
-  lock_ = open(lock_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  lock_ = open(lock_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (lock_ < 0) {
     const int error = errno;
     std::error_code ignored;

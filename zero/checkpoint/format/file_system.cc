@@ -38,7 +38,7 @@ int rename_with(const std::string& from, const std::string& to, unsigned int fla
 }
 
 int new_file(const std::string& path) {
-  return open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  return open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
 }
 
 // 0, or errno.
@@ -104,7 +104,7 @@ class Trial {
 
   std::optional<FileSystem> run() {
     const auto& [from, to] = folders_;
-    if (mkdir(from.c_str(), 0755) != 0) return {};
+    if (mkdir(from.c_str(), 0777) != 0) return {};
     FileSystem found;
     read_mount(from, found);
 
@@ -161,7 +161,7 @@ class Trial {
 
   bool make_other() const {
     const std::string& to = folders_[1];
-    const int other = mkdir(to.c_str(), 0755) == 0 ? new_file(to + kOther) : -1;
+    const int other = mkdir(to.c_str(), 0777) == 0 ? new_file(to + kOther) : -1;
     if (other >= 0) close(other);
     return other >= 0;
   }

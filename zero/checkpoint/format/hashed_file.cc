@@ -106,7 +106,7 @@ FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
   // First, since no destructor closes what a constructor that throws has opened.
   collected_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kPart)));
   if (!collected_) throw_errno("cannot write " + path_, ENOMEM);
-  descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
 }
 
