@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -42,6 +43,8 @@ namespace {
 
 std::function<void()> before_naming;
 std::vector<std::string> on_disk;  // by fsync(); and "-> name" for each rename
+// Of a file system: flags of a rename, and second names of a file.
+bool has_flags = true, has_links = true;
 
 void call_before_naming(const char* to) {
   on_disk.push_back(std::string("-> ") + to);
@@ -58,8 +61,21 @@ extern "C" int rename(const char* from, const char* to) noexcept {
 
 extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to,
                          unsigned int flags) noexcept {
+  if (flags != 0 && !has_flags) {
+    errno = EINVAL;
+    return -1;
+  }
   call_before_naming(to);
   return static_cast<int>(syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
+}
+
+extern "C" int link(const char* from, const char* to) noexcept {
+  if (!has_links) {
+    errno = EPERM;
+    return -1;
+  }
+  call_before_naming(to);
+  return static_cast<int>(syscall(SYS_linkat, AT_FDCWD, from, AT_FDCWD, to, 0));
 }
 
 extern "C" int fsync(int file) {
@@ -134,6 +150,26 @@ TEST(ExportTest, AnExportIsOnDiskUnderItsNameAndReplacesNoOther) {
   export_model(parent + "/a", path);
   EXPECT_EQ(on_disk.back(), std::filesystem::canonical(parent));
   EXPECT_EQ(files_in(parent).size(), 1u) << "something is left of the exports that failed";
+}
+
+// NFS has links alone, and some mounts of a bucket have neither.
+TEST(ExportTest, AnExportIsWrittenWhereRenamesHaveNoFlags) {
+  const std::string parent = fresh_folder("no_flags");
+  run_ranks(1, [&](const Group& group) {
+    CheckpointRun run(Training(), group, 1);
+    run.optimizer->save_checkpoint(parent + "/a");
+  });
+  has_flags = false;
+  for (const bool links : {true, false}) {
+    has_links = links;
+    const std::string path = parent + (links ? "/links" : "/none");
+    EXPECT_EQ(export_model(parent + "/a", path), path);
+    OddModel model(8);
+    load_weights(*model, path);
+    EXPECT_ANY_THROW(export_model(parent + "/a", path));
+  }
+  has_flags = has_links = true;
+  EXPECT_EQ(files_in(parent), (std::vector<std::string>{"links", "none"}));
 }
 
 TEST(ExportTest, ALimitMakesSeveralFilesWithAnIndex) {

@@ -95,6 +95,9 @@ void save_and_load(const std::string& parent, bool exchanges) {
   });
   keep_last(parent, 1);
   verify_checkpoint(newest);
+  const std::string model = parent + ".safetensors";
+  EXPECT_EQ(export_model(newest, model), model);
+  EXPECT_ANY_THROW(export_model(newest, model));
   for (const auto& entry : fs::directory_iterator(parent)) {
     EXPECT_EQ(entry.path(), newest) << "left over";
   }

@@ -78,8 +78,6 @@ bool is_folder(const std::string& path) {
   return lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
 }
 
-bool unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
-
 // Others may be removing it, too. A removal that fails is a warning: nobody waits for its space.
 void remove_tree(const std::string& path) {
   std::error_code error;
@@ -354,17 +352,12 @@ void AtomicDirectory::publish(const RunTask& remove) {
 
 // A target that is there is exchanged in one call, so that it is at no moment away.
 void AtomicDirectory::give_name() {
-  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_NOREPLACE) == 0) return;
-  int error = errno;
-  // What lacks RENAME_NOREPLACE may say so before it says that a target is there.
-  const bool there = error == EEXIST || (unsupported(error) && exists(target_));
-  if (there && overwrite_) {
+  int error = rename_to_free_name(path_, target_);
+  if (error == EEXIST && overwrite_) {
     if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) return;
     error = errno;
-  } else if (unsupported(error) && !exists(target_)) {
-    if (rename(path_.c_str(), target_.c_str()) == 0) return;
-    error = errno;
   }
+  if (error == 0) return;
   TORCH_CHECK(!overwrite_ || !unsupported(error) || !exists(target_), target_, kNoExchange);
   throw_errno("cannot rename " + path_ + " to " + target_, error);
 }

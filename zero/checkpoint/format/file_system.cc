@@ -184,6 +184,19 @@ bool exists(const std::string& path) {
   return lstat(path.c_str(), &status) == 0;
 }
 
+bool unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
+
+int rename_to_free_name(const std::string& from, const std::string& to) {
+  const int error = rename_with(from, to, RENAME_NOREPLACE);
+  if (!unsupported(error)) return error;
+  if (link(from.c_str(), to.c_str()) == 0) {  // never of a folder
+    unlink(from.c_str());
+    return 0;
+  }
+  if (exists(to)) return EEXIST;
+  return rename(from.c_str(), to.c_str()) == 0 ? 0 : errno;
+}
+
 std::optional<FileSystem> try_file_system(const std::string& from, const std::string& to) {
   return Trial(from, to).run();
 }

@@ -21,6 +21,13 @@ struct flock lock_of_whole_file();
 // Returns whether a file, a folder or a link, be it to nothing, has this path.
 bool exists(const std::string& path);
 
+// Returns whether a system call has answered that the file system lacks it, or its flags.
+bool unsupported(int error);
+// Renames a file or a folder to a path where nothing is: 0, or errno. Where the system call has no
+// flags (NFS, some FUSE mounts), a file gets the new name beside the old one first. Without links
+// that is looked at before, and what appears in the last moment may be replaced.
+int rename_to_free_name(const std::string& from, const std::string& to);
+
 struct FileSystem {
   std::string type;  // "ext4", "fuse.gcsfuse"; a number where the system has no name for it
   // Why no save can work: the call that fails, and its error; empty if saves work.

@@ -3,11 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -70,17 +69,6 @@ void refuse_existing(const std::string& path) {
   if (exists(path)) throw_errno("cannot export to " + path, EEXIST);
 }
 
-// Throws where something is at `path`.
-void give_name(const std::string& file, const std::string& path) {
-  if (renameat2(AT_FDCWD, file.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) return;
-  // NFS has no such call, but links.
-  if (errno != EEXIST && link(file.c_str(), path.c_str()) == 0) {
-    unlink(file.c_str());
-    return;
-  }
-  throw_errno("cannot name the exported file " + path, errno);
-}
-
 // Files that get their names when all are on disk, or never.
 class NewFiles {
  public:
@@ -101,7 +89,8 @@ class NewFiles {
     for (size_t i = 0; i < files_.size(); ++i) {
       auto& [present, target] = files_[i];
       if (i > 0 && i + 1 == files_.size()) sync_folder(parent_of(target));  // before the index
-      give_name(present, target);
+      const int error = rename_to_free_name(present, target);
+      if (error != 0) throw_errno("cannot name the exported file " + target, error);
       present = target;
     }
     sync_folder(parent_of(files_.back().second));
