@@ -237,6 +237,14 @@ std::string header_text(const std::vector<StoredTensor>& tensors,
   entries.emplace_back(kMetadata, json_text(json(metadata)));
   for (const StoredTensor& t : tensors) entries.emplace_back(t.name, entry_text(t));
   std::sort(entries.begin(), entries.end());
+  const auto quoted = [&](const std::string& name) {
+    try {
+      return json_text(json(name));
+    } catch (const json::exception&) {
+      TORCH_CHECK(false, path, ": tensor ", printable(name),
+                  ": expected a name in UTF-8, got other bytes; rename it");
+    }
+  };
   std::string text = "{";
   for (size_t i = 0; i < entries.size(); ++i) {
     const auto& [name, value] = entries[i];
@@ -244,7 +252,7 @@ std::string header_text(const std::vector<StoredTensor>& tensors,
                 ": expected a name that is free, got one that is taken");
     if (name == kMetadata && metadata.empty()) continue;
     if (text.size() > 1) text += ',';
-    text.append(json_text(json(name))).append(":").append(value);
+    text.append(quoted(name)).append(":").append(value);
   }
   return text + '}';
 }
