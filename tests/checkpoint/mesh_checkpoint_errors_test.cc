@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <filesystem>
@@ -13,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
@@ -208,6 +210,49 @@ TEST(MeshErrorsTest, StateThatIsNeverCutLoadsWithTheSameParts) {
     expect_words(error_of([&] { optimizer.load_checkpoint(folder); }),
                  {"parameter w", "col_var", "got another cut", "tensor parallelism of the save"});
   });
+}
+
+// It has a master and no state, as a whole parameter that no step has used.
+TEST(MeshErrorsTest, APartThatWasNeverUsedLoadsWithTheSameParts) {
+  const std::string parent = fresh_folder("unused");
+  for (const bool adam : {false, true}) {
+    const std::string folder = parent + (adam ? "/adam" : "/sgd");
+    const auto on_parts = [&](int parts, const std::function<void(ZeroOptimizer&)>& body) {
+      run_ranks(parts, [&](const Group& world) {
+        const Mesh mesh(world, {{"tp", parts}});
+        torch::nn::Module module;
+        const at::Tensor w = module.register_parameter("w", at::ones({8 / parts, 6}));
+        const at::Tensor used = module.register_parameter("used", at::ones({8 / parts}));
+        std::unique_ptr<torch::optim::Optimizer> inner;
+        if (adam) {
+          inner = std::make_unique<torch::optim::AdamW>(module.parameters());
+        } else {
+          inner = std::make_unique<torch::optim::SGD>(module.parameters(),
+                                                      torch::optim::SGDOptions(0.1).momentum(0.9));
+        }
+        ZeroOptimizer optimizer(
+            module, std::move(inner), mesh.group({}),
+            ZeroOptions().mesh_group(world).tensor_parts(
+                {world, [](const std::string&) { return std::optional<int64_t>(0); }}));
+        optimizer.backward(world.rank() == 0 ? w.sum() + used.sum() : used.sum());
+        optimizer.step();
+        body(optimizer);
+      });
+    };
+    on_parts(2, [&](ZeroOptimizer& optimizer) { optimizer.save_checkpoint(folder); });
+    on_parts(2, [&](ZeroOptimizer& optimizer) {
+      const size_t used = optimizer.inner().state().size();
+      EXPECT_TRUE(optimizer.load_checkpoint(folder).differences.empty());
+      EXPECT_EQ(optimizer.inner().state().size(), used);
+    });
+    // Half of its state is missing.
+    on_parts(1, [&](ZeroOptimizer& optimizer) {
+      const std::string missing = adam ? "exp_avg" : "momentum_buffer";
+      expect_words(error_of([&] { optimizer.load_checkpoint(folder); }),
+                   {"parameter w: state " + missing + " missing in the checkpoint"});
+      optimizer.load_checkpoint(folder, LoadOptions().strict(false));
+    });
+  }
 }
 
 TEST(MeshErrorsTest, PartsAreOverRanksOfTheMesh) {

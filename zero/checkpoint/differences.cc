@@ -253,22 +253,27 @@ std::string format_text(const std::string& format) {
 }  // namespace
 
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
-                        const torch::optim::Optimizer& inner, CheckpointDifferences& differences) {
+                        const torch::optim::Optimizer& inner, const MeshTensors* mesh,
+                        CheckpointDifferences& differences) {
   std::map<std::string, std::set<std::string>> kinds = stored_kinds(manifest);
-  std::map<std::string, std::vector<const std::set<std::string>*>> parts;  // by name
+  std::map<std::string, std::set<std::string>> parts;  // their stored names, by name
   for (const ManifestParameter& p : manifest.parameters) {
     // A part without elements has no tensors.
-    if (numel(p) > 0) parts[p.name].push_back(&kinds[stored_name(p)]);
+    if (numel(p) > 0) parts[p.name].insert(stored_name(p));
   }
   for (const Parameter& p : table.parameters()) {
-    const auto& stored = parts[p.name];
-    // A parameter that was never used has no state.
-    const auto is_unused = [](const std::set<std::string>* part) {
-      return part->size() <= part->count("master") + part->count(kEmaKind);
-    };
-    if (std::all_of(stored.begin(), stored.end(), is_unused)) continue;
-    for (const std::string& kind : required_state(inner, p.group)) {
-      const auto has_it = [&](const std::set<std::string>* part) { return part->count(kind) != 0; };
+    std::set<std::string>& stored = parts[p.name];
+    // What is cut as in the save needs its own part alone.
+    const std::string own = mesh != nullptr ? stored_name(mesh->own(p.name)) : p.name;
+    if (stored.count(own) != 0) stored = {own};
+    std::set<std::string> found;  // that any part has
+    for (const std::string& part : stored) found.insert(kinds[part].begin(), kinds[part].end());
+    found.erase("master");
+    found.erase(kEmaKind);
+    if (found.empty()) continue;  // a parameter that was never used has no state
+    for (const std::string& kind : required_state(inner, p.group)) found.insert(kind);
+    for (const std::string& kind : found) {
+      const auto has_it = [&](const std::string& part) { return kinds[part].count(kind) != 0; };
       if (std::all_of(stored.begin(), stored.end(), has_it)) continue;
       differences.lines.push_back("parameter " + p.name + ": state " + kind +
                                   " missing in the checkpoint");

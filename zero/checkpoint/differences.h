@@ -38,9 +38,11 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
                                        const MeshTensors* mesh = nullptr);
 
 // For the same class of optimizer: adds parameters with a part of the state that torch's
-// class cannot do without, and options of which this class has none.
+// class cannot do without, or with state of some of the tensor-parallel parts that make up what is
+// held here, and options of which this class has none.
 void find_missing_state(const Manifest& manifest, const ParameterTable& table,
-                        const torch::optim::Optimizer& inner, CheckpointDifferences& differences);
+                        const torch::optim::Optimizer& inner, const MeshTensors* mesh,
+                        CheckpointDifferences& differences);
 void find_unknown_options(const Manifest& manifest, const torch::optim::Optimizer& inner,
                           CheckpointDifferences& differences);
 

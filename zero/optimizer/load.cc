@@ -41,7 +41,7 @@ CheckpointDifferences compare(const CheckpointReader& reader, const std::string&
   const torch::optim::Optimizer& inner = engine.shards.inner();
   CheckpointDifferences result = find_differences(manifest, engine.table, inner, mesh);
   if (result.same_optimizer) {
-    find_missing_state(manifest, engine.table, inner, result);
+    find_missing_state(manifest, engine.table, inner, mesh, result);
     if (load.restore_options()) {
       find_unknown_options(manifest, inner, result);
       check_options(manifest, folder);

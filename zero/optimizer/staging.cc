@@ -113,7 +113,7 @@ void Staging::read_ema(Staged& staged) {
   std::vector<size_t> having;
   std::vector<at::Tensor> into;
   for (size_t i = 0; i < wanted_.size(); ++i) {
-    if (reader_.kinds(wanted_[i].name).count(kEmaKind) == 0) continue;
+    if (reader_.kinds(wanted_[i]).count(kEmaKind) == 0) continue;
     having.push_back(i);
     into.push_back(host_buffer(targets_[i]->segment.numel, at::kFloat));
     staged.segments[i].ema = into.back();
@@ -147,7 +147,8 @@ void Staging::read_states(Staged& staged) {
   // By kind, because a parameter that was never used has none.
   std::map<std::string, std::vector<size_t>> segments_with;
   for (size_t i = 0; i < wanted_.size(); ++i) {
-    for (const std::string& kind : reader_.kinds(wanted_[i].name)) {
+    if (differences_.without_state.count(wanted_[i].name) != 0) continue;
+    for (const std::string& kind : reader_.kinds(wanted_[i])) {
       if (kind != "master" && kind != kEmaKind) segments_with[kind].push_back(i);
     }
   }

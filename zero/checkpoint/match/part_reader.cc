@@ -106,9 +106,10 @@ HeldRange PartReader::find(const ManifestParameter& held, int64_t begin, int64_t
   return result;
 }
 
-std::set<std::string> PartReader::kinds(const std::string& name) const {
+std::set<std::string> PartReader::kinds(const HeldRange& range) const {
+  if (!range.same.empty()) return reader_.kinds(range.same);
   std::set<std::string> result;
-  for (const ManifestParameter* p : parts(name)) {
+  for (const ManifestParameter* p : parts(range.name)) {
     const auto& kinds = reader_.kinds(stored_name(*p));
     result.insert(kinds.begin(), kinds.end());
   }

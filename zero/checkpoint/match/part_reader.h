@@ -51,8 +51,8 @@ class PartReader {
   using Parts = std::vector<const ManifestParameter*>;
   const Parts& parts(const std::string& name) const;
 
-  // The kinds of tensors stored for any part of a parameter.
-  std::set<std::string> kinds(const std::string& name) const;
+  // The kinds of tensors stored of what `range` is of, or of any part that may have elements of it.
+  std::set<std::string> kinds(const HeldRange& range) const;
   // The dtype of what read() reads of a range.
   c10::ScalarType dtype(const std::string& kind, const HeldRange& range);
 
