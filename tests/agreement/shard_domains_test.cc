@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,52 @@ TEST(ShardDomainsTest, GroupsWithOnePlacementShareADomain) {
   EXPECT_EQ(domains.list[1].averaged_over, 3);
   // Ranks 4 to 7 hold something else.
   EXPECT_FALSE(domains.uniform);
+}
+
+TEST(ShardDomainsTest, WhatHomeSendsIsForTheReplicasOfAllThatIsTrainedOverIt) {
+  const Group mesh = simulated_group(8);
+  const Group home = mesh.subgroup({0, 1}, "home");
+  const Group copies = mesh.subgroup({0, 2}, "copies");
+  const Group more = mesh.subgroup({0, 2, 4, 6}, "more");
+  const Group others = mesh.subgroup({0, 4}, "others");
+  const auto over = [&](const std::optional<Group>& replicas) {
+    return replicas ? GroupPlacement().replicated_over(*replicas) : GroupPlacement();
+  };
+  struct Case {
+    std::vector<GroupPlacement> placements;
+    int64_t home_domain;
+    std::vector<int> ranks;  // of the replicas
+    size_t domains;
+    std::optional<Group> parts = std::nullopt;
+  };
+  const std::vector<Case> cases{
+      {{over(copies), over(copies)}, 0, {0, 2}, 1},
+      {{over(copies), over(std::nullopt)}, 1, {}, 2},
+      {{over(std::nullopt), over(copies)}, 0, {}, 2},
+      {{over(more), over(copies)}, 1, {0, 2}, 2},
+      {{over(copies), over(more)}, 0, {0, 2}, 2},
+      {{over(copies), over(others)}, 2, {}, 3},
+      {{over(copies), GroupPlacement().sharded_over(mesh)}, 0, {0, 2}, 2},
+      {{GroupPlacement().sharded_over(mesh)}, 1, {}, 2},
+      {{over(copies)}, 1, {}, 2, copies},  // whose frozen tensors are other parts
+      {{over(copies)}, 0, {0, 2}, 1, others},
+      {{over(more)}, 1, {}, 2, others},
+  };
+  for (size_t c = 0; c < cases.size(); ++c) {
+    ZeroOptions options = ZeroOptions().mesh_group(mesh);
+    for (size_t g = 0; g < cases[c].placements.size(); ++g) {
+      options.placement(static_cast<int64_t>(g), cases[c].placements[g]);
+    }
+    const auto whole = [](const std::string&) { return std::optional<int64_t>(); };
+    if (cases[c].parts) options.tensor_parts({*cases[c].parts, whole});
+    const auto groups = static_cast<int64_t>(cases[c].placements.size());
+    const ShardDomains domains = make_domains(home, options, groups);
+    EXPECT_EQ(domains.list.size(), cases[c].domains) << c;
+    ASSERT_EQ(domains.home_domain, cases[c].home_domain) << c;
+    const ShardDomain& d = domains.list[domains.home_domain];
+    EXPECT_EQ(d.group.name(), home.name()) << c;
+    EXPECT_EQ(d.replicas ? d.replicas->global_ranks() : std::vector<int>(), cases[c].ranks) << c;
+  }
 }
 
 TEST(ShardDomainsTest, CopiesAndOtherOwnersAreLeftOutOfTheNorm) {

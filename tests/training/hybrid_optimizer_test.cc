@@ -655,6 +655,75 @@ TEST(HybridOptimizerTest, FrozenTensorsThatDifferInTheOptimizersGroupAreRefusedO
   });
 }
 
+// Norms that replicas share, beside matrices of which each of these holds a part, frozen ones too.
+TEST(HybridOptimizerTest, FrozenPartsStayThoseOfTheirRanksBesideNormsWithReplicas) {
+  run_ranks(4, [](const Group& world) {
+    const Mesh mesh(world, {{"dp", 2}, {"tp", 2}});
+    const int part = mesh.coordinate("tp");
+    int64_t number = 0;
+    for (const Names& trained : {Names{"norm", "lora"}, Names{"lora", "norm"}, Names{"norm"}}) {
+      for (const int64_t rows : {2, 2 + part}) {  // parts of equal sizes, and of others
+        torch::nn::Module module;
+        const at::Tensor value = at::full({rows, 4}, 1.0 + part + 4 * mesh.coordinate("dp"));
+        const std::vector<at::Tensor> parts{module.register_parameter("base", value.clone(), false),
+                                            module.register_buffer("table", value.clone())};
+        const auto expect_own = [&] {
+          for (const at::Tensor& p : parts) EXPECT_TRUE(p.eq(1.0 + part).all().item<bool>());
+        };
+        std::vector<std::vector<at::Tensor>> groups;
+        ZeroOptions options;
+        options.mesh_group(world).tensor_parts(
+            {mesh.group({"tp"}), [](const std::string& name) -> std::optional<int64_t> {
+               return name == "norm" ? std::nullopt : std::optional<int64_t>(0);
+             }});
+        for (const std::string& name : trained) {
+          if (name == "norm") {
+            options.placement(
+                groups.size(),
+                GroupPlacement().replicated_over(mesh.group({"tp"})).averaged_over(2));
+          }
+          groups.push_back({module.register_parameter(name, at::ones({3, 4}))});
+        }
+        ZeroOptimizer optimizer(module, make_optimizer(groups, true), mesh.group({"dp"}), options);
+        expect_own();  // dp rank 0's
+        for (const at::Tensor& p : parts) p.detach().copy_(value);
+        optimizer.refresh_master_parameters();
+        optimizer.broadcast_buffers();
+        expect_own();
+        const std::string folder = ::testing::TempDir() + "/parts-" + std::to_string(number++);
+        optimizer.save_checkpoint(folder);
+        for (const at::Tensor& p : parts) p.detach().zero_();
+        optimizer.load_checkpoint(folder);
+        expect_own();
+      }
+    }
+  });
+}
+
+// Else ranks would wait for copies that others do not send.
+TEST(HybridOptimizerTest, TensorPartsThatDifferInTheOptimizersGroupAreRefusedOnEveryRank) {
+  run_ranks(8,
+            [](const Group& world) {
+              const Mesh mesh(world, {{"pp", 2}, {"dp", 2}, {"tp", 2}});
+              torch::nn::Module module;
+              const std::vector<std::vector<at::Tensor>> groups{
+                  {module.register_parameter("norm", at::ones(5))}};
+              ZeroOptions options;
+              options.mesh_group(world).placement(
+                  0, GroupPlacement().replicated_over(mesh.group({"tp"})).averaged_over(2));
+              if (mesh.coordinate("dp") == 0) {
+                options.tensor_parts({mesh.group({"tp"}),
+                                      [](const std::string&) { return std::optional<int64_t>(); }});
+              }
+              expect_words(zero::error_of([&] {
+                             ZeroOptimizer(module, make_optimizer(groups, true), mesh.group({"dp"}),
+                                           options);
+                           }),
+                           {"expected one group on all ranks of", "tensor_parts()"});
+            },
+            {.timeout = std::chrono::seconds(10)});
+}
+
 TEST(HybridOptimizerTest, OptimizersGroupsThatDifferAreRefusedOnEveryRank) {
   run_ranks(4,
             [](const Group& world) {

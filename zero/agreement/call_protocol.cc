@@ -109,10 +109,8 @@ AgreedArguments CallProtocol::at_home(const std::string& text) const {
   // Then arguments are compared over the mesh, of which home is a part.
   if (domains_.uniform) return {{}, {text}};
   AgreedArguments arguments;
-  for (const ShardDomain& d : domains_.list) {
-    const bool home = key_of(d.group) == key_of(domains_.home);
-    arguments.by_domain.push_back(home ? text : std::string());
-  }
+  arguments.by_domain.resize(domains_.list.size());
+  arguments.by_domain[domains_.home_domain] = text;
   return arguments;
 }
 

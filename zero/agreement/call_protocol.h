@@ -86,7 +86,7 @@ class CallProtocol {
   void expect_rounds(int64_t rounds) { expected_rounds_ = rounds; }
   int64_t expected_rounds() const { return expected_rounds_; }
 
-  // `text` for the domains whose ranks receive what is sent over the home group.
+  // `text` for the domain whose ranks receive what is sent over the home group.
   AgreedArguments at_home(const std::string& text) const;
   int rank() const { return comms_.rank(); }
   c10::Device device() const { return device_; }

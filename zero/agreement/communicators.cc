@@ -77,14 +77,6 @@ void OptimizerCommunicators::for_each_made(const std::function<void(Communicator
 }
 
 void OptimizerCommunicators::connect(const ShardDomains& all) {
-  // The home domain, so that replicas get what belongs to no parameter group too.
-  ShardDomain home_domain{all.home, std::nullopt, 1};
-  for (const ShardDomain& d : all.list) {
-    if (key_of(d.group) == key_of(all.home)) {
-      home_domain = d;
-      break;
-    }
-  }
   std::map<GroupKey, std::vector<Role>> roles;
   std::vector<Group> groups;
   const auto want = [&](const Group& group, Role role) {
@@ -92,7 +84,6 @@ void OptimizerCommunicators::connect(const ShardDomains& all) {
     if (std::find(list.begin(), list.end(), role) == list.end()) list.push_back(role);
     groups.push_back(group);
   };
-  want(home_domain.group, Role::kData);
   for (const ShardDomain& d : all.list) {
     want(d.group, Role::kData);
     if (d.replicas) want(*d.replicas, Role::kReplicas);
@@ -123,11 +114,11 @@ void OptimizerCommunicators::connect(const ShardDomains& all) {
   }
   if (on_device.size() > 1) RowCommunicator::put_in_one_order(on_device);
   norm = get(all, all.mesh, norm_role);
-  home = comms(home_domain, Role::kData, Role::kReplicas);
   for (const ShardDomain& d : all.list) {
     domains.push_back(comms(d, Role::kData, Role::kReplicas));
     if (!all.uniform) agreements_.push_back(comms(d, Role::kAgreement, Role::kAgreement));
   }
+  home = domains[all.home_domain];
 }
 
 void OptimizerCommunicators::check_each_domain(
@@ -176,6 +167,11 @@ std::string word_of(const Group& group) {
   return c10::str(words[0], "/", words[2]);
 }
 
+// Equal where ranks send to each other over home.
+std::string home_word(const ShardDomains& all) {
+  return word_of(all.home) + (all.list[all.home_domain].replicas ? "/copies" : "");
+}
+
 // `table[r]` has the domains of rank r of the mesh. Returns what is wrong with those of this rank;
 // empty if nothing is.
 std::string problem_of_groups(const ShardDomains& all, const std::vector<Memberships>& table) {
@@ -185,9 +181,10 @@ std::string problem_of_groups(const ShardDomains& all, const std::vector<Members
   std::map<int, size_t> row_of;
   for (const int rank : all.mesh.global_ranks()) row_of.emplace(rank, row_of.size());
   for (const int rank : all.home.global_ranks()) {
-    if (table[row_of.at(rank)].home == word_of(all.home)) continue;
+    if (table[row_of.at(rank)].home == home_word(all)) continue;
     return c10::str("optimizer: expected one group on all ranks of \"", all.home.name(),
-                    "\", got another on rank ", rank, "; give the constructor one on all of them");
+                    "\", got another, or other placements or tensor_parts() over it, on rank ",
+                    rank, "; give the constructor the same on all of them");
   }
   for (size_t d = 0; d < all.list.size(); ++d) {
     if (!all.has_parameter_groups(static_cast<int64_t>(d))) continue;  // home, as above
@@ -251,7 +248,7 @@ void OptimizerCommunicators::check_groups(const ShardDomains& all) {
   // is the mesh.
   const bool home_is_mesh = key_of(all.home) == key_of(all.mesh);
   if (all.uniform && home_is_mesh && std::ranges::none_of(all.list, has_replicas)) return;
-  std::string own = word_of(all.home);
+  std::string own = home_word(all);
   for (const ShardDomain& d : all.list) {
     own +=
         c10::str("\n", d.group.rank(), " ", word_of(d.group), " ",

@@ -43,16 +43,43 @@ class MeshRanks {
   std::set<GroupKey> known_;
 };
 
+bool has(const Group& group, int rank) {
+  return std::ranges::find(group.global_ranks(), rank) != group.global_ranks().end();
+}
+
+// Returns a rank of both groups other than this one.
+std::optional<int> shared_rank(const Group& a, const Group& b) {
+  for (const int rank : b.global_ranks()) {
+    if (rank != a.global_rank() && has(a, rank)) return rank;
+  }
+  return std::nullopt;
+}
+
 // An element that two ranks own and hold copies of would be averaged twice.
 void check_disjoint(const Group& group, const Group& replicas, const std::string& where) {
-  for (const int rank : replicas.global_ranks()) {
-    const std::vector<int>& ranks = group.global_ranks();
-    TORCH_CHECK(
-        rank == group.global_rank() || std::find(ranks.begin(), ranks.end(), rank) == ranks.end(),
-        where, ": expected a reduce group and a replicate group that share only rank ",
-        group.global_rank(), ", got \"", group.name(), "\" and \"", replicas.name(),
-        "\", which share rank ", rank, " too; take them from different mesh dimensions");
+  const std::optional<int> rank = shared_rank(group, replicas);
+  TORCH_CHECK(!rank, where, ": expected a reduce group and a replicate group that share only rank ",
+              group.global_rank(), ", got \"", group.name(), "\" and \"", replicas.name(),
+              "\", which share rank ", *rank, " too; take them from different mesh dimensions");
+}
+
+// Returns the domain over home whose replicas all others over home have too, or the end of the
+// list: other replicas have parts of their own of what home sends.
+size_t domain_with_copies(const ShardDomains& domains) {
+  const std::vector<ShardDomain>& list = domains.list;
+  std::vector<size_t> over_home;
+  for (size_t d = 0; d < list.size(); ++d) {
+    if (key_of(list[d].group) == key_of(domains.home)) over_home.push_back(d);
   }
+  if (over_home.empty()) return list.size();
+  const size_t least = *std::ranges::min_element(
+      over_home, {}, [&](size_t d) { return ranks_of(list[d].replicas); });
+  if (!list[least].replicas) return least;
+  const bool common = std::ranges::all_of(over_home, [&](size_t d) {
+    return std::ranges::all_of(list[least].replicas->global_ranks(),
+                               [&](int rank) { return has(*list[d].replicas, rank); });
+  });
+  return common ? least : list.size();
 }
 
 }  // namespace
@@ -60,7 +87,7 @@ void check_disjoint(const Group& group, const Group& replicas, const std::string
 ShardDomains make_domains(const Group& group, const ZeroOptions& options,
                           int64_t parameter_groups) {
   ShardDomains domains{
-      group, options.mesh_group().value_or(group), {}, {}, {}, true, options.two_level()};
+      group, options.mesh_group().value_or(group), {}, 0, {}, {}, true, options.two_level()};
   MeshRanks mesh(domains.mesh);
   mesh.check_has(group, "optimizer");
   if (const auto& parts = options.tensor_parts()) {
@@ -109,10 +136,15 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     if (added) domains.list.push_back(std::move(domain));
     domains.of_group.push_back(entry->second);
   }
-  const auto is_home = [&](const ShardDomain& d) { return key_of(d.group) == key_of(group); };
-  if (!domains.uniform && std::ranges::none_of(domains.list, is_home)) {
-    domains.list.push_back({group, std::nullopt});
+  size_t home = domain_with_copies(domains);
+  const auto& parts = options.tensor_parts();
+  if (parts && home < domains.list.size() && domains.list[home].replicas &&
+      shared_rank(parts->group, *domains.list[home].replicas)) {
+    home = domains.list.size();
+    domains.uniform = false;
   }
+  if (home == domains.list.size()) domains.list.push_back({group, std::nullopt});
+  domains.home_domain = static_cast<int64_t>(home);
   return domains;
 }
 

@@ -25,13 +25,16 @@ struct ShardDomain {
 struct ShardDomains {
   Group home;  // as given to the constructor; sends frozen parameters and buffers
   Group mesh;  // all ranks that agree on calls, problems, rounds, skipped steps and norms
-  // Those with parameter groups and, where it is none of them and the mesh is not uniform, `home`
-  // behind them, for agreements about what it sends.
+  // Those with parameter groups and, where the home domain is none of them, that one behind them.
   std::vector<ShardDomain> list;
+  // Of `list`: `home`, and its replicas only if they have copies of all that is trained over it.
+  // Its ranks get what `home` sends, and agree on that.
+  int64_t home_domain = 0;
   std::vector<int64_t> of_group;     // per parameter group: its domain
   std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
   // True if all ranks of the mesh hold the same parameters: each domain and its replicas are the
-  // whole mesh. Otherwise, with experts or stages, parameters can be compared within a domain only.
+  // whole mesh, and replicas get what home sends unless they hold other parts of it. Otherwise,
+  // with experts or stages, parameters can be compared within a domain only.
   bool uniform = true;
   bool two_level = true;  // ZeroOptions::two_level
 

@@ -166,7 +166,7 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
 // Where parameters are compared by domain: what that of the home group receives from its rank 0.
 std::vector<std::string> describe_home(const ParameterTable& table, const ShardDomains& domains,
                                        int64_t domain) {
-  if (domain < 0 || key_of(domains.list[domain].group) != key_of(domains.home)) return {};
+  if (domain != domains.home_domain) return {};
   std::vector<std::string> lines;
   const auto add = [&](const char* kind, const std::vector<NamedTensor>& list) {
     for (const NamedTensor& item : list) {
