@@ -55,8 +55,9 @@ class LrSchedule final : public Stateful {
   // once. Make the schedule before a checkpoint is loaded: a load sets other learning rates.
   // `optimizer`, a ZeroOptimizer or any of torch's, must outlive the schedule. Groups that are
   // added later have the same factor, and as base the learning rates that they have in the next
-  // step() or set_step(), which they keep until then. Call it before a load: it throws c10::Error
-  // where something else has set the learning rates of the other groups since.
+  // step() or set_step(), which they keep until then. Call it between a load and
+  // add_param_group(), whichever is first: it throws c10::Error where something else than this
+  // schedule has set the learning rates of the other groups.
   LrSchedule(torch::optim::Optimizer& optimizer, LrFactor factor);
   // One factor for each parameter group. step() throws once a group is added.
   LrSchedule(torch::optim::Optimizer& optimizer, std::vector<LrFactor> factors);

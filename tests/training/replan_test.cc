@@ -776,6 +776,43 @@ TEST(ReplanTest, AScheduleTakesNoLoadedRateForTheBaseOfTheGroupThatIsAdded) {
   }
 }
 
+// With the load in front, the rate of the group is its base, which only the program knows.
+TEST(ReplanTest, AScheduleGoesOnWithTheGroupThatIsAddedBehindALoad) {
+  const std::string folder = ::testing::TempDir() + "/replan-schedule-load";
+  std::filesystem::remove_all(folder);
+  const std::vector<double> base = {0.05, 0.02, 0.01};
+  for (const int way : {0, 1, 2}) {  // 0 saves
+    run_ranks(2, [&](const Group& group) {
+      GivenGradients model(initial(at::kFloat));
+      const auto& v = model.values;
+      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
+      LrSchedule schedule(optimizer, linear_decay(8));
+      if (way == 0) {
+        schedule.set_step(4);
+        optimizer.save_checkpoint(folder);
+        return;
+      }
+      optimizer.load_checkpoint(folder);
+      if (way == 1) schedule.set_step(4);
+      optimizer.add_param_group(third_group(Inner::kAdamW, {v[4]}));
+      if (way == 2) {
+        expect_words(error_of([&] { schedule.set_step(4); }),
+                     {"[0.05, 0.02]", "[0.025, 0.01]", "before or after parameter group 2",
+                      "before add_param_group()"});
+        // As it says.
+        for (size_t g = 0; g < base.size(); ++g) {
+          optimizer.param_groups()[g].options().set_lr(base[g]);
+        }
+      }
+      schedule.set_step(6);
+      for (size_t g = 0; g < base.size(); ++g) {
+        EXPECT_EQ(optimizer.param_groups()[g].options().get_lr(), base[g] * 0.25) << g;
+      }
+      EXPECT_EQ(schedule.steps(), 6);
+    });
+  }
+}
+
 // The protected step of now has the parameters of now, also for the ranks that are left.
 TEST(ReplanTest, ProtectionGoesOnWithTheNewParameters) {
   const std::string folder = ::testing::TempDir() + "/replan-protected";

@@ -123,15 +123,20 @@ std::vector<double> LrSchedule::bases() const {
   const auto& groups = optimizer_.param_groups();
   std::vector<double> result = base_;
   if (of_all_ && result.size() < groups.size()) {
-    // What has set other rates may have set those of the groups that are new.
+    // What has set other rates may have set those of the groups that are new, if these were there.
+    std::vector<double> set, now;
     for (size_t g = 0; g < base_.size(); ++g) {
-      const double set = base_[g] * of_all_(step_), now = groups[g].options().get_lr();
-      TORCH_CHECK(close({set}, {now}), "LrSchedule: expected learning rate ", set,
-                  " in parameter group ", g, ", as this schedule has set it, got ", now,
-                  ": a load or the program has set rates since parameter group ", base_.size(),
-                  " was added, whose base is not known then; call set_step() between "
-                  "add_param_group() and that");
+      set.push_back(base_[g] * of_all_(step_));
+      now.push_back(groups[g].options().get_lr());
     }
+    TORCH_CHECK(
+        close(set, now), "LrSchedule: expected learning rates ", c10::ArrayRef<double>(set),
+        " in the first ", set.size(), " parameter groups, as this schedule has set them, got ",
+        c10::ArrayRef<double>(now),
+        ": a load or the program has set others, before or after parameter group ", set.size(),
+        " was added, whose base is not known then. Call set_step() right behind a load and before "
+        "add_param_group(), or behind that and before a load; now set the first ones to ",
+        c10::ArrayRef<double>(set), " again and each later one to its base, and call set_step()");
   }
   while (of_all_ && result.size() < groups.size()) {
     result.push_back(groups[result.size()].options().get_lr());
