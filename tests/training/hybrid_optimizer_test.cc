@@ -370,6 +370,19 @@ std::vector<JobShape> topologies() {
                         .placement(1, copies({"shard"}, {"rep"}))
                         .layout(1, Layout::kWholeParameters);
                   }});
+  // Every tensor-parallel rank has "b", whose first copy alone counts in the norm.
+  list.push_back({"data 2 x tensor 2, replicate and one owner",
+                  {{"dp", 2}, {"tp", 2}},
+                  {"dp"},
+                  {"dp"},
+                  {{"m", {8, 5}, 0, {"tp"}}, {"n", {13}, 1}, {"b", {4, 3}, 2}},
+                  [](const Mesh& mesh, ZeroOptions& options) {
+                    const auto copies = GroupPlacement().replicated_over(mesh.group({"tp"}));
+                    const bool first = mesh.coordinate("tp") == 0;
+                    options.mesh_group(mesh.all())
+                        .placement(1, copies)
+                        .placement(2, GroupPlacement().owner(first));
+                  }});
   return list;
 }
 

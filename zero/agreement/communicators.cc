@@ -204,7 +204,7 @@ std::string problem_of_groups(const ShardDomains& all, const std::vector<Members
       const Membership other = of(rank);
       if (other.group != own.group) {
         const auto first = std::ranges::find(all.of_group, static_cast<int64_t>(d));
-        return c10::str(all.describe()[first - all.of_group.begin()],
+        return c10::str(all.describe(static_cast<int64_t>(d))[first - all.of_group.begin()],
                         "; expected the same on all ranks of sharded_over(\"", group.name(),
                         "\"), got another group on rank ", rank,
                         "; give parameter groups and placements in one order on all ranks");

@@ -159,7 +159,7 @@ bool ShardDomains::has_two_levels(const Group& group) const {
          });
 }
 
-std::vector<std::string> ShardDomains::describe() const {
+std::vector<std::string> ShardDomains::describe(int64_t domain) const {
   std::vector<std::string> lines;
   for (size_t g = 0; g < of_group.size(); ++g) {
     const ShardDomain& d = list[of_group[g]];
@@ -170,8 +170,10 @@ std::vector<std::string> ShardDomains::describe() const {
                     std::to_string(d.group.world_size()) + " ranks, copies on " +
                     std::to_string(ranks_of(d.replicas)) + ", averaged over " +
                     std::to_string(d.averaged_over) +
-                    c10::str(", weight in the norm ", norm_weights[g]) + ", domain " +
-                    std::to_string(of_group[g]) +
+                    (domain < 0 || of_group[g] == domain
+                         ? c10::str(", weight in the norm ", norm_weights[g])
+                         : "") +
+                    ", domain " + std::to_string(of_group[g]) +
                     (ordered ? c10::str(", in the order of ranks ", d.group.global_ranks()) : ""));
   }
   return lines;

@@ -41,8 +41,9 @@ struct ShardDomains {
   bool has_parameter_groups(int64_t domain) const;
   // Returns whether the ranks of `group` exchange data in two levels.
   bool has_two_levels(const Group& group) const;
-  // Per parameter group with a placement: what ranks must agree on.
-  std::vector<std::string> describe() const;
+  // Per parameter group: what ranks of domain `domain`, or of the mesh for -1, must agree on. Other
+  // domains' weights in the norm may be others there, as that of a first stage.
+  std::vector<std::string> describe(int64_t domain) const;
 };
 
 // Throws c10::Error for a placement of a group that does not exist, groups that

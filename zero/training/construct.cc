@@ -139,7 +139,7 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
 std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inner,
                                              const ParameterTable& table,
                                              const ShardDomains& domains, int64_t domain) {
-  std::vector<std::string> lines = domains.describe();
+  std::vector<std::string> lines = domains.describe(domain);
   const at::Device device = table.parameters().front().tensor.device();
   for (size_t g = 0; g < inner.param_groups().size(); ++g) {
     const torch::optim::OptimizerOptions& options = inner.param_groups()[g].options();
