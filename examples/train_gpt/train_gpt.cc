@@ -12,6 +12,7 @@
 // Without --data it reads the C++ headers of the libtorch it was built with.
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
 #include <unistd.h>
 #include <zero_libtorch_paths.h>
 
@@ -151,11 +152,19 @@ zero::Group make_group(const TrainOptions& options) {
   return group;
 }
 
+// The same on all ranks: a machine may have lost the checkpoints of its own disk.
+int64_t common_batch(const TrainOptions& options, const zero::Group& group) {
+  const at::Tensor batch = at::full({1}, zero::examples::saved_batch(options), at::kInt);
+  group.make_communicator("batch", zero::Purpose::kControl)->all_reduce_max(batch, "batch").wait();
+  return batch.item<int32_t>();
+}
+
 int train(TrainOptions options, const ByteDataset& data) {
   at::set_num_threads(options.threads);
   const zero::Group group = make_group(options);
   const bool reports = group.rank() == 0;
   const int ranks = group.joins() ? options.nproc : group.world_size();
+  if (!group.joins()) options.batch = common_batch(options, group);
   zero::examples::choose_batch(options, ranks);
   if (!accepts_batch(options, ranks, reports)) return kUsageError;
   zero::examples::Trainer trainer(options, data, group);
@@ -198,6 +207,7 @@ int run(int argc, char** argv) {
     return kUsageError;
   }
   if (!is_launched()) {
+    options.batch = zero::examples::saved_batch(options);
     zero::examples::choose_batch(options, options.nproc);
     if (!accepts_batch(options, options.nproc, /*reports=*/true)) return kUsageError;
   }

@@ -302,21 +302,21 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
       ->group(group);
 }
 
-// That of the newest checkpoint, or 0 without one: on other ranks a run goes on with its batch.
-int64_t saved_batch(const std::string& checkpoints) {
-  const auto newest = latest(checkpoints);
-  if (!newest) return 0;
-  const auto metadata = describe_checkpoint(*newest).metadata;
-  const auto batch = metadata.find("batch");
-  return batch == metadata.end() ? 0 : std::stoll(batch->second);
-}
-
 int refuse(const std::string& reason) {
   std::fprintf(stderr, "train_gpt: %s\n", reason.c_str());
   return kUsageError;
 }
 
 }  // namespace
+
+int64_t saved_batch(const TrainOptions& options) {
+  if (options.batch > 0 || !options.resume) return options.batch;
+  const auto newest = latest(options.checkpoints);
+  if (!newest) return 0;
+  const auto metadata = describe_checkpoint(*newest).metadata;
+  const auto batch = metadata.find("batch");
+  return batch == metadata.end() ? 0 : std::stoll(batch->second);
+}
 
 std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options) {
   CLI::App app(
@@ -389,7 +389,6 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
 }
 
 void choose_batch(TrainOptions& options, int world_size) {
-  if (options.batch == 0 && options.resume) options.batch = saved_batch(options.checkpoints);
   constexpr int64_t kBatch = 16;
   constexpr int64_t kMicroBatches = 12;  // suits 1, 2, 3, 4, 6 and 12 ranks
   if (options.same_bits && options.micro_batches == 0) {

@@ -34,7 +34,7 @@ struct TrainOptions {
 
   // Optimisation.
   int64_t steps = 1000;
-  // Sequences a step over all ranks and micro-batches; 0: see choose_batch().
+  // Sequences a step over all ranks and micro-batches; 0: see saved_batch() and choose_batch().
   int64_t batch = 0;
   int64_t accumulate = 1;
   bool same_bits = false;           // on any number of ranks up to micro_batches
@@ -91,10 +91,13 @@ struct TrainOptions {
 // program should end now: after --help, or after one line about what is wrong.
 std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& options);
 
-// If no batch was asked for, takes that of the newest checkpoint with `resume`, and else chooses
-// 16, or the next multiple of ranks times micro-batches. With same_bits both numbers are of
-// `options` alone: 12 micro-batches, or the largest divisor of a given batch that is at most 12,
-// and 16 sequences or the next multiple of the micro-batches.
+// The batch that was asked for, or else with `resume` that of the newest checkpoint that this
+// process sees: a run goes on with its batch, also on other ranks. 0 without either.
+int64_t saved_batch(const TrainOptions& options);
+
+// If there is no batch, chooses 16, or the next multiple of ranks times micro-batches. With
+// same_bits both numbers are of `options` alone: 12 micro-batches, or the largest divisor of a
+// given batch that is at most 12, and 16 sequences or the next multiple of the micro-batches.
 void choose_batch(TrainOptions& options, int world_size);
 
 // Why the global batch cannot be cut evenly into `world_size` ranks times

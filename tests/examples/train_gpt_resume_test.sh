@@ -109,6 +109,24 @@ $program $common --steps 10 --nproc 2 --checkpoints "$work/disks" --save-every 5
 $program ${common/--batch 12/} --steps 10 --nproc 3 --checkpoints "$work/disks" --save-every 5 --own-disks \
   --keep 1 --resume > "$work/out" 2>&1 || fail "resuming from own disks: $(cat "$work/out")"
 grep -q "resumed after step 10" "$work/out" || fail "own disks: $(cat "$work/out")"
+# Ranks as a launcher starts them on two machines, of which one has lost its disk. A new run would
+# have 16.
+mkdir "$work/lost"
+port=$(python3 -c 'import socket
+with socket.socket() as s: s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+absolute=${common/--batch 12/}
+absolute=${absolute/--data examples/--data $PWD/examples}
+for rank in 0 1; do
+  [ $rank -eq 0 ] && folder=$work/lost || folder=$work
+  (root=$PWD; cd "$folder" && RANK=$rank WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 \
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=$port exec "$root/$program" $absolute --steps 10 \
+    --checkpoints disks --save-every 5 --own-disks --resume) > "$work/out-$rank" 2>&1 &
+  pids[rank]=$!
+done
+for rank in 0 1; do
+  wait ${pids[rank]} || fail "without one disk: $(cat "$work"/out-?)"
+done
+grep -q "resumed after step 10" "$work/out-0" || fail "without one disk: $(cat "$work"/out-?)"
 
 # A new run begins with the weights of a file, which Python makes of the last checkpoint.
 python3 - "$work/run/step-20" "$work/model.safetensors" << 'END' || fail "no weights"
