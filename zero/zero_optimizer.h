@@ -247,7 +247,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // then holds this parameter's averaged gradient in the parameter's dtype, until the next backward
   // pass, step() or zero_grad(). It may be read only: a change has no effect, and the next
   // collective call throws, but on a GPU not for one through p.grad().data(), as of torch's clips.
-  // Called by clip_grad_norm_() and step().
+  // Called by clip_grad_norm_(). step() completes the reduction too, but shows no p.grad().
   void reduce_gradients();
   // Collective. The averaged, unclipped gradient of a managed parameter since the last step, or its
   // master: full, fp32, in the parameter's shape, a copy. gradient() is undefined when no rank used
