@@ -188,6 +188,12 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
       // A loop that recovers from communication errors does so from this one.
       EXPECT_EQ(throws_of_communication([&] { m.optimizer.recover(); }, c.words),
                 c.of_communication);
+      // Until the next one there is no optimizer to use.
+      for (const auto& call : std::vector<std::function<void()>>{
+               [&] { m.pass(0); }, [&] { m.optimizer.step(); }, [&] { m.optimizer.zero_grad(); },
+               [&] { m.optimizer.check_replicas(); }}) {
+        EXPECT_TRUE(throws_of_communication(call, {"expected a working optimizer", "recover()"}));
+      }
       const RecoveryReport report = m.optimizer.recover();
       EXPECT_EQ(report.members, (std::vector<int>{0, 1}));
       EXPECT_GE(report.steps, before - 1);

@@ -431,6 +431,7 @@ TEST(RecoveryLoopTest, AStoreThatIsLateInARecoveryDoesNotEndIt) {
                 }),
                 Kind::kCommunication);
       expect_words(text, {"recover(): ", "the store", "did not answer"});
+      EXPECT_EQ(kind_of([&] { r.backward(); }), Kind::kCommunication);
       together.arrive_and_wait();
       store->freeze(false);
       // As the loop of docs/recovery.md calls it again.

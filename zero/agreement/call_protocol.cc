@@ -61,6 +61,13 @@ void CallProtocol::end(const std::string& reason) {
   failure_ = reason;
 }
 
+void CallProtocol::leave(const std::string& reason) {
+  comms_.abort(reason);
+  if (has_failed()) return;
+  failure_ = reason + ", which did not succeed";
+  asks_for_recovery_ = true;
+}
+
 std::string CallProtocol::take_problem(Call call) {
   if (call == Call::kEndEma) return {};  // all of it stays for the next call
   std::string text = std::exchange(misuse_, {});

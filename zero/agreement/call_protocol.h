@@ -61,6 +61,8 @@ class CallProtocol {
   void break_backward(const std::string& reason);
   // What cannot be taken back went wrong on this rank: a failure of all ranks for `reason`.
   void end(const std::string& reason);
+  // recover() takes the optimizer apart: a failure, of all ranks too, until it has made another.
+  void leave(const std::string& reason);
   bool is_backward_broken() const { return !broken_backward_.empty(); }
   void repaired() { broken_backward_.clear(); }
   // Returns whether the next zero_grad() must be collective for an error.
