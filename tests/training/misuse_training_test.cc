@@ -9,6 +9,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <stdexcept>
@@ -180,6 +181,45 @@ TEST_P(AtStage, ModuleZeroGradOnAllRanksDropsWhatWasSent) {
       r.model->zero_grad();
     });
   }
+}
+
+TEST_P(AtStage, WhatModuleZeroGradDropsOnAllRanksRefusesNoCallBetweenSteps) {
+  const std::string folder =
+      ::testing::TempDir() + "/dropped-in-stage-" + std::to_string(GetParam());
+  std::filesystem::remove_all(folder);
+  expect_survives(stage(GetParam()).ema(EmaOptions()), [&](Rank& r) {
+    ZeroOptimizer& o = *r.optimizer;
+    const std::vector<at::Tensor> stateless = {r.model->empty};
+    const at::Tensor weight = r.model->trunk->weight;
+    std::vector<double> norms;
+    const auto drop = [&] {
+      r.backward(7);
+      norms.push_back(o.grad_norm().item<double>());
+      r.model->zero_grad();
+      r.backward(8);
+      r.model->zero_grad();
+    };
+    const std::vector<std::function<void()>> calls = {
+        [&] { o.save_checkpoint(folder); },
+        [&] { o.load_checkpoint(folder); },
+        [&] { o.freeze(stateless); },
+        [&] { o.unfreeze(stateless); },
+        [&] {
+          o.resize_rows({{weight, at::arange(weight.size(0))}});
+        },
+        [&] { o.use_ema().end(); }};
+    for (const auto& call : calls) {
+      drop();
+      EXPECT_EQ(error_soon(call), "");
+    }
+    // Nor is a norm of what was dropped that of the next gradients.
+    drop();
+    o.master(weight);
+    r.backward(9);
+    EXPECT_NE(o.grad_norm().item<double>(), norms.back());
+    o.zero_grad();
+    r.train(1);
+  });
 }
 
 TEST_P(AtStage, ModuleZeroGradOnOneRankIsRefusedOnAll) {

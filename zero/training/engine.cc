@@ -338,18 +338,27 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   }
   // Gradients that came under the guard of use_ema() are not sent with its end.
   const int64_t rounds = call == Call::kEndEma ? 0 : reducer.rounds_needed();
-  const Agreement agreement = protocol.exchange(call, problem, std::move(arguments),
-                                                {rounds, passes.any(), reducer.used()});
+  Agreement agreement = protocol.exchange(call, problem, std::move(arguments),
+                                          {rounds, passes.any(), reducer.used()});
   comms->run_or_close([&] {
     // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
     if (call == Call::kZeroGrad) reducer.discard();
     reducer.complete(agreement.rounds);
   });
+  // All ranks have dropped all that there was. That there were passes is still known.
+  if (is_checked(call) && agreement.rounds > 0 && agreement.rounds == reducer.rounds_dropped() &&
+      !clipping.has_clips()) {
+    reducer.consume();
+    full_gradients.forget_rounds();
+    clipping.reset();
+    agreement.rounds = 0;
+  }
   return agreement;
 }
 
 void Engine::check_no_gradients() const {
-  TORCH_CHECK(reducer.rounds_needed() == 0 && !reducer.any_used() && !clipping.has_clips(),
+  TORCH_CHECK(reducer.rounds_needed() == reducer.rounds_dropped() && !reducer.any_used() &&
+                  !clipping.has_clips(),
               "expected no gradients since the last step, got some, which this call does not take "
               "along: call step() first, or zero_grad() to drop them");
 }
