@@ -5,6 +5,7 @@
 // fit. Its bits are compared in recovery_test.
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -276,6 +277,44 @@ TEST(JoiningTest, AMisuseOfTheNewRankAloneIsCommunicationErrorOnTheOthersWhoGoOn
       for (int i = 0; i < 3; ++i) m->step();
     });
   }
+}
+
+// The new rank does not know which group freeze() took it from.
+TEST(JoiningTest, UnfreezeNamesTheGroupsThatRanksMean) {
+  std::latch trained(2);
+  run_job([&](const Group& job) {
+    if (job.joins()) trained.wait();
+    OddModel model(1);
+    const at::Tensor bias = model->trunk->bias;
+    if (job.joins()) bias.requires_grad_(false);
+    std::vector<at::Tensor> others;
+    for (const at::Tensor& p : model->parameters()) {
+      if (p.requires_grad() && !p.is_same(bias)) others.push_back(p);
+    }
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(others);
+    groups.emplace_back(job.joins() ? std::vector<at::Tensor>() : std::vector<at::Tensor>{bias});
+    ZeroOptimizer optimizer(*model, std::make_unique<torch::optim::AdamW>(groups), job,
+                            ZeroOptions().protect(1));
+    const auto step = [&] {
+      optimizer.backward(
+          model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+      optimizer.step();
+    };
+    if (!job.joins()) {
+      optimizer.freeze({bias});
+      trained.count_down();
+      std::string text;
+      while (text.empty()) text = error_of(step);
+      expect_words(text, {"process 2 waits to join"});
+      optimizer.recover();
+    }
+    const std::string text = error_of([&] { optimizer.unfreeze({bias}); });
+    expect_words(text, {"unfreeze() with", "trunk.bias 1", "trunk.bias 0"});
+    optimizer.unfreeze({bias}, 1);
+    step();
+    optimizer.check_replicas();
+  });
 }
 
 TEST(JoiningTest, ARankThatHasJoinedBeforeGoesOnWithoutOneThatDoesNotFit) {

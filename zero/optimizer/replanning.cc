@@ -316,27 +316,31 @@ void Replanning::freeze(const std::vector<at::Tensor>& parameters, ParamGroups& 
 void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
                           std::optional<size_t> param_group, ParamGroups& groups) {
   const std::vector<at::Tensor> once = each_once(parameters);
+  const Names names = names_in(engine_->module);
+  const GroupNumbers present = numbers_of(groups);
+  // Parameters that were frozen at construction may be in a group; freeze() took out others.
+  const auto former_group = [&](const at::Tensor& p) -> size_t {
+    const auto own = present.find(p.unsafeGetTensorImpl());
+    if (own != present.end()) return own->second;
+    const auto left = left_groups_.find(name_of(p, names));
+    return left == left_groups_.end() ? 0 : left->second;
+  };
+  std::vector<size_t> into;
+  // A rank that has joined since does not know which group freeze() took one from.
+  std::string numbers;
+  for (const at::Tensor& p : once) {
+    into.push_back(param_group ? *param_group : former_group(p));
+    numbers += c10::str(" ", into.back());
+  }
   const auto edit = [&](ParamGroups& edited) {
-    const Names names = names_in(engine_->module);
-    const GroupNumbers present = numbers_of(edited);
-    // Parameters that were frozen at construction may be in a group; freeze() took out others.
-    const auto former_group = [&](const at::Tensor& p) -> size_t {
-      const auto own = present.find(p.unsafeGetTensorImpl());
-      if (own != present.end()) return own->second;
-      const auto left = left_groups_.find(name_of(p, names));
-      return left == left_groups_.end() ? 0 : left->second;
-    };
-    std::vector<size_t> into;
-    for (const at::Tensor& p : once) {
-      into.push_back(param_group ? *param_group : former_group(p));
-      TORCH_CHECK(into.back() < edited.size(), "expected one of the ", edited.size(),
-                  " parameter groups, got number ", into.back());
+    for (const size_t group : into) {
+      TORCH_CHECK(group < edited.size(), "expected one of the ", edited.size(),
+                  " parameter groups, got number ", group);
     }
     remove(once, edited);
     for (size_t i = 0; i < into.size(); ++i) edited[into[i]].params().push_back(once[i]);
   };
-  make(groups, {Call::kUnfreeze, parameters, /*leaves=*/false, edit,
-                " " + (param_group ? std::to_string(*param_group) : "its former group")});
+  make(groups, {Call::kUnfreeze, parameters, /*leaves=*/false, edit, numbers});
 }
 
 void Replanning::add_param_group(const torch::optim::OptimizerParamGroup& param_group,
