@@ -279,6 +279,27 @@ TEST(JoiningTest, AMisuseOfTheNewRankAloneIsCommunicationErrorOnTheOthersWhoGoOn
   }
 }
 
+TEST(JoiningTest, AStepThatWorksAgainEndsTheReasonToRecover) {
+  std::latch trained(2);
+  run_job([&](const Group& job) {
+    if (job.joins()) trained.wait();
+    Member m(job, 1, ZeroOptions().bucket_bytes(900).protect(1));
+    if (!job.joins()) {
+      m.train_until_joined(trained);
+      m.optimizer.recover();
+    }
+    auto& options = m.optimizer.param_groups()[0].options();
+    const double lr = options.get_lr();
+    if (job.joins()) options.set_lr(0.3);
+    EXPECT_EQ(throws_of_communication([&] { m.step(); }, {"lr", "0.3"}), !job.joins());
+    options.set_lr(lr);
+    m.optimizer.step();
+    expect_words(error_of([&] { m.optimizer.recover(); }), {"got none of them"});
+    m.step();
+    m.optimizer.check_replicas();
+  });
+}
+
 // The new rank does not know which group freeze() took it from.
 TEST(JoiningTest, UnfreezeNamesTheGroupsThatRanksMean) {
   std::latch trained(2);

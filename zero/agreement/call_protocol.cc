@@ -109,6 +109,7 @@ Agreement CallProtocol::exchange(Call call, const Problem& problem, AgreedArgume
   Agreement agreement = comms_.channel.agree(call, all, problem, own);
   if (!domains_.uniform) agreement.used = std::move(used);
   refused_ = false;
+  if (call == Call::kStep) asks_for_recovery_ = false;  // training goes on without one
   return agreement;
 }
 
