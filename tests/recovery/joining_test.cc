@@ -3,6 +3,7 @@
 //
 // A process that joins a job: what it takes over, and what the others do with one that does not
 // fit. Its bits are compared in recovery_test.
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
@@ -336,6 +337,52 @@ TEST(JoiningTest, UnfreezeNamesTheGroupsThatRanksMean) {
     step();
     optimizer.check_replicas();
   });
+}
+
+TEST(JoiningTest, ANewRankRegistersFirstWhatTheOthersHaveRegisteredSince) {
+  for (const bool registers : {false, true}) {
+    std::latch trained(2);
+    run_job([&](const Group& job) {
+      OddModel model(1);
+      const auto add_late = [&](double value) {
+        model->register_buffer("late", at::full({3}, value));
+      };
+      const auto make = [&] {
+        return std::make_unique<ZeroOptimizer>(*model, make_inner(Inner::kAdamW, *model), job,
+                                               ZeroOptions().protect(1));
+      };
+      if (job.joins()) {
+        trained.wait();
+        if (registers) add_late(0);
+        std::unique_ptr<ZeroOptimizer> optimizer;
+        const std::string text = error_of([&] { optimizer = make(); });
+        if (!registers) {
+          expect_words(text, {"buffer late", "a process that joins registers"});
+          return;
+        }
+        EXPECT_EQ(text, "");
+        EXPECT_EQ(model->named_buffers()["late"][0].item<double>(), 7);
+        return;
+      }
+      const auto optimizer = make();
+      add_late(7);
+      const auto step = [&] {
+        optimizer->backward(
+            model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+        optimizer->step();
+      };
+      step();
+      trained.count_down();
+      std::string text;
+      while (text.empty()) text = error_of(step);
+      expect_words(text, {"process 2 waits to join"});
+      if (registers) {
+        optimizer->recover();
+      } else {
+        EXPECT_TRUE(throws_of_communication([&] { optimizer->recover(); }, {"buffer late"}));
+      }
+    });
+  }
 }
 
 TEST(JoiningTest, ARankThatHasJoinedBeforeGoesOnWithoutOneThatDoesNotFit) {

@@ -83,7 +83,11 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
                        "difference is\n  rank 0: ",
                        all[0], got,
                        "\nbuild the model alike on all ranks, with names, shapes and dtypes in the "
-                       "same order"));
+                       "same order",
+                       RowCommunicator(communicator).has_newcomers()
+                           ? "; a process that joins registers what the others have registered "
+                             "since, as by a forward pass, before it makes its optimizer"
+                           : ""));
 }
 
 }  // namespace
