@@ -233,6 +233,22 @@ TEST(ProtectionTest, RecoverIsRefusedWithoutProtection) {
   });
 }
 
+// update_in_backward asks for it after a pass that breaks.
+TEST(ProtectionTest, OneRankAloneHasNoStepToGoBackTo) {
+  run_ranks(1, [](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, make_inner(Inner::kAdamW, *model), group,
+                            ZeroOptions().protect(1));
+    optimizer.backward(
+        model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+    optimizer.step();
+    group.make_communicator("own", Purpose::kControl)->abort("as in a test");
+    expect_words(error_of([&] { optimizer.recover(); }),
+                 {"no step was protected before the failure", "one rank alone protects none",
+                  "start again from a checkpoint"});
+  });
+}
+
 // Its size grows with the model, so it must not go from all ranks to all.
 TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
   constexpr int kRanks = 4;
