@@ -259,6 +259,34 @@ TEST(SkipIfTest, ARuleThatThrowsOrAnswersNothingEndsTheStepOnAllRanks) {
   }
 }
 
+// Which would come again after going back: it is no CommunicationError later either.
+TEST(SkipIfTest, ARuleThatThrowsNoStdExceptionLeavesAFailedOptimizer) {
+  run_ranks(3, [&](const Group& group) {
+    GivenGradients model(initial_values());
+    const bool throws = group.rank() == 1;
+    const auto rule = std::make_shared<OwnRule>([&](size_t) {
+      if (throws) throw 1;
+      return yes_if(false);
+    });
+    ZeroOptimizer optimizer(model, inner_of(model, Inner::kSgd), group,
+                            ZeroOptions().skip_if(rule));
+    optimizer.backward(model.loss(gradients(group.rank(), 0)));
+    if (throws) {
+      EXPECT_THROW(optimizer.step(), int);
+    } else {
+      EXPECT_THROW(optimizer.step(), CommunicationError);
+    }
+    bool of_communication = false;
+    try {
+      optimizer.step();
+    } catch (const c10::Error& error) {
+      of_communication = dynamic_cast<const CommunicationError*>(&error) != nullptr;
+      expect_words(error.what(), {"expected a working optimizer", "no std::exception"});
+    }
+    EXPECT_EQ(of_communication, !throws);
+  });
+}
+
 TEST(SkipIfTest, AResumeOnAnotherNumberOfRanksGoesOnWithTheWindow) {
   const std::string folder = ::testing::TempDir() + "/skip_if";
   std::filesystem::remove_all(folder);

@@ -47,6 +47,10 @@ void CallProtocol::fail_stop(const std::function<void()>& body) {
     const std::string text = c10::str("rank ", rank(), ": ", failure_);
     TORCH_CHECK_WITH(OutOfMemoryError, !is_out_of_memory(error), text);
     throw_error(asks_for_recovery_, text);
+  } catch (...) {  // whatever a function of the user throws
+    asks_for_recovery_ = false;
+    failure_ = comms_.failed();
+    throw;
   }
 }
 
