@@ -94,6 +94,13 @@ TEST(ConstructionTest, StageZeroAndThreeAndOtherOptions) {
         in.options.layout(Layout::kWholeParameters).owner_cost([](c10::IntArrayRef) { return -1; });
       },
       {"owner_cost: expected 0 or more for parameter", "got -1"});
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        in.options.layout(Layout::kWholeParameters).owner_cost([](c10::IntArrayRef) -> int64_t {
+          throw 1;
+        });
+      },
+      {"no std::exception"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.bucket_bytes(-1); },
                   {"bucket_bytes: expected 0 or more, got -1"});
   expect_unusable([](Ingredients& in, const Group&) { in.options.reduce_dtype(at::kDouble); },

@@ -554,24 +554,28 @@ TEST(ReplanTest, WhatTheProgramHasChangedBeforeIsRefusedAndChangesNothing) {
 }
 
 TEST(ReplanTest, AfterAChangeThatFailedTheOptimizerCanBeReadStill) {
-  run_ranks(2, [](const Group& group) {
-    GivenGradients model(initial(at::kFloat));
-    const auto& v = model.values;
-    bool fails = false;
-    ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group,
-                            ZeroOptions()
-                                .layout(Layout::kWholeParameters)
-                                .owner_cost([&](c10::IntArrayRef sizes) -> int64_t {
-                                  TORCH_CHECK(!fails, "no cost");
-                                  return static_cast<int64_t>(sizes.size());
-                                }));
-    fails = group.rank() == 1;
-    expect_words(error_of([&] { optimizer.freeze({v[0]}); }), {"no cost"});
-    EXPECT_GT(optimizer.memory().working_parameters, 0);
-    EXPECT_EQ(optimizer.inner().param_groups().size(), 2U);
-    EXPECT_TRUE(v[0].requires_grad());
-    EXPECT_NE(error_of([&] { optimizer.step(); }), "");
-  });
+  for (const bool foreign : {false, true}) {
+    run_ranks(2, [&](const Group& group) {
+      GivenGradients model(initial(at::kFloat));
+      const auto& v = model.values;
+      bool fails = false;
+      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group,
+                              ZeroOptions()
+                                  .layout(Layout::kWholeParameters)
+                                  .owner_cost([&](c10::IntArrayRef sizes) -> int64_t {
+                                    if (fails && foreign) throw 1;
+                                    TORCH_CHECK(!fails, "no cost");
+                                    return static_cast<int64_t>(sizes.size());
+                                  }));
+      fails = group.rank() == 1;
+      expect_words(error_of([&] { optimizer.freeze({v[0]}); }),
+                   {foreign ? "no std::exception" : "no cost"});
+      EXPECT_GT(optimizer.memory().working_parameters, 0);
+      EXPECT_EQ(optimizer.inner().param_groups().size(), 2U);
+      EXPECT_TRUE(v[0].requires_grad());
+      EXPECT_NE(error_of([&] { optimizer.step(); }), "");
+    });
+  }
 }
 
 TEST(ReplanTest, ACheckpointOfTheChangedGroupsGoesOn) {

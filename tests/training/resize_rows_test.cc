@@ -464,6 +464,25 @@ TEST(ResizeRowsTest, MisuseChangesNothing) {
   });
 }
 
+TEST(ResizeRowsTest, ACostThatThrowsNoStdExceptionChangesNothing) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor weight = random_tensor({6, 4}, 1).requires_grad_();
+    bool fails = false;
+    ZeroOptimizer optimizer(NamedTensors{{"weight", weight}}, make(Kind::kAdamW, {weight}), group,
+                            ZeroOptions()
+                                .layout(Layout::kWholeParameters)
+                                .owner_cost([&](c10::IntArrayRef sizes) -> int64_t {
+                                  if (fails) throw 1;
+                                  return static_cast<int64_t>(sizes.size());
+                                }));
+    const auto resize = [&] { optimizer.resize_rows({{weight, at::tensor({5, 0}, at::kLong)}}); };
+    fails = group.rank() == 1;
+    expect_words(error_within(std::chrono::seconds(5), resize), {"no std::exception"});
+    fails = false;
+    EXPECT_EQ(error_of(resize), "");
+  });
+}
+
 TEST(ResizeRowsTest, WhatHasNoRowsIsRefused) {
   run_ranks(2, [](const Group& group) {
     const at::Tensor columns = random_tensor({4, 6}, 1).t().requires_grad_();

@@ -258,6 +258,11 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
   GradientFlags flags;
   recovery_.stop_protection();
   std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
+  const auto close = [&](const std::string& reason) {
+    flags.undo();
+    if (inner) engine.shards.give_back_inner(std::move(inner));  // for those who look at it still
+    engine.comms->abort(reason);
+  };
   try {
     try {
       flags.set(change.parameters, !change.leaves);
@@ -270,9 +275,10 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
     }
     return engine.make_again(inner, engine.group(), groups, Engine::Frozen::kUnmanaged);
   } catch (const std::exception& error) {
-    flags.undo();
-    if (inner) engine.shards.give_back_inner(std::move(inner));  // for those who look at it still
-    engine.comms->abort(error_text(error));
+    close(error_text(error));
+    throw;
+  } catch (...) {  // whatever an object of the user throws
+    close(kNoStdException);
     throw;
   }
 }

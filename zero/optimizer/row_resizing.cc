@@ -464,7 +464,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
     try {
       sources = sources_of(before, changes);
       text = text_of(before, sources);
-    } catch (const std::exception&) {
+    } catch (...) {  // whatever a function of the user throws
       problem = std::current_exception();
     }
     before.agree(Call::kResizeRows,

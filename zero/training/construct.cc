@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "bookkeeping/layout.h"
+#include "zero/agreement/all_or_none.h"
 #include "zero/agreement/construction_check.h"
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
@@ -198,6 +199,10 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
       throw_communication_error(c10::str("rank ", comms.rank(), ": ", text));
     }
     TORCH_CHECK_WITH(DistBackendError, false, "rank ", comms.rank(), ": ", text);
+  } catch (...) {  // whatever a function of the user throws
+    const std::string text = c10::str("the optimizer could not be made: ", kNoStdException);
+    comms.abort(text);
+    TORCH_CHECK_WITH(DistBackendError, false, "rank ", comms.rank(), ": ", text);
   }
 }
 
@@ -258,6 +263,8 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     }
   } catch (const std::exception& error) {
     problem = error_text(error);
+  } catch (...) {
+    problem = kNoStdException;
   }
   const auto agree = [&] {
     check_construction(*comms->control, problem, lines);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bookkeeping/layout.h"
+#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
@@ -163,6 +164,8 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
     }
   } catch (const std::exception& error) {
     no_text = error_text(error);
+  } catch (...) {  // whatever an object of the user throws
+    no_text = kNoStdException;
   }
   const Agreement agreement = agree(Call::kStep, check, {argument, std::move(by_domain)});
   const TraceRange range("step");
