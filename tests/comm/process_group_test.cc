@@ -93,6 +93,26 @@ TEST(GroupTest, AMeanUnderInferenceModeCanBeUsedOutsideOfIt) {
   }
 }
 
+TEST(GroupTest, ATensorOfInferenceModeIsAddedUpOutsideOfIt) {
+  for (const int ranks : {4, 5}) {
+    for (const int ranks_per_machine : {2, ranks}) {
+      if (ranks % ranks_per_machine != 0) continue;
+      run_ranks(ranks,
+                [&](const Group& group) {
+                  const auto all = group.make_communicator("sums", Purpose::kControl);
+                  at::Tensor values;
+                  {
+                    const c10::InferenceMode mode;
+                    values = at::full({2}, 1.0, at::kDouble);
+                  }
+                  all->all_reduce_sum(values, "values").wait();
+                  EXPECT_EQ(values[1].item<double>(), ranks);
+                },
+                {.ranks_per_machine = ranks_per_machine});
+    }
+  }
+}
+
 TEST(GroupTest, MeansOfDifferentShapesAreAnErrorOnEveryRank) {
   run_ranks(3, [](const Group& group) {
     const bool other = group.rank() == 2;

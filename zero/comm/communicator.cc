@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -81,9 +82,10 @@ struct Communicator::Impl {
         health(std::make_shared<GroupHealth>(rank, world_size, std::move(name), timeout)) {}
 
   // Runs issue(operation), which returns what leaves this rank, under the lock that orders
-  // calls, and counts the operation. Without `elements` nothing is sent.
+  // calls, and counts the operation. `values` are those that it sends or writes to; without
+  // elements nothing is sent.
   template <typename Issue>
-  Pending start(const std::string& what, bool elements, int64_t Traffic::*calls,
+  Pending start(const std::string& what, const at::Tensor& values, int64_t Traffic::*calls,
                 int64_t Traffic::*bytes, Issue issue);
   Pending gather(const Rows& rows, const at::Tensor& before, const std::string& what,
                  int64_t Traffic::*calls, int64_t Traffic::*bytes);
@@ -179,8 +181,11 @@ void Communicator::Impl::check_no_reductions(const std::string& what) const {
 }
 
 template <typename Issue>
-Pending Communicator::Impl::start(const std::string& what, bool elements, int64_t Traffic::*calls,
-                                  int64_t Traffic::*bytes, Issue issue) {
+Pending Communicator::Impl::start(const std::string& what, const at::Tensor& values,
+                                  int64_t Traffic::*calls, int64_t Traffic::*bytes, Issue issue) {
+  // What was made under InferenceMode can be written to only there, also in wait().
+  std::optional<c10::InferenceMode> mode;
+  if (values.is_inference()) mode.emplace();
   const at::NoGradGuard no_grad;
   // 1. Refuse what a failed group, or a forked child, would send.
   health->check(what);
@@ -196,7 +201,7 @@ Pending Communicator::Impl::start(const std::string& what, bool elements, int64_
     operation = make_owned<Operation>(health, what, operations++);
     issuing_since = Clock::now().time_since_epoch().count();
     try {
-      if (elements) sent = issue(*operation);
+      if (values.numel() > 0) sent = issue(*operation);
     } catch (...) {
       thrown = std::current_exception();
     }
@@ -221,7 +226,7 @@ Pending Communicator::Impl::gather(const Rows& rows, const at::Tensor& before,
   check_rows(rows, world_size, what);
   check_no_reductions(what);
   if (!exchange) return Pending([] {});
-  return start(what, rows.values().numel() > 0, calls, bytes,
+  return start(what, rows.values(), calls, bytes,
                [&](Operation& operation) { return exchange->gather(rows, before, operation); });
 }
 
@@ -231,7 +236,7 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
               ": expected a contiguous 1-D tensor, got ", values.sizes());
   check_no_reductions(what);
   if (!exchange) return Pending([] {});
-  return start(what, values.numel() > 0, &Traffic::small_calls, &Traffic::small_bytes_sent,
+  return start(what, values, &Traffic::small_calls, &Traffic::small_bytes_sent,
                [&](Operation& operation) { return exchange->all_reduce(values, op, operation); });
 }
 
@@ -295,7 +300,7 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
               ": `received` must not share memory with `rows`, which is still being sent");
   if (!impl_->exchange) return Pending([] {});
   return impl_->start(
-      what, rows.numel() > 0, &Traffic::exchange_calls, &Traffic::exchange_bytes_sent,
+      what, received, &Traffic::exchange_calls, &Traffic::exchange_bytes_sent,
       [&](Operation& operation) { return impl_->exchange->exchange(rows, received, operation); });
 }
 
@@ -333,7 +338,7 @@ Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std:
   impl_->check_no_reductions(what);
   if (!impl_->exchange) return Pending([] {});
   return impl_->start(
-      what, tensor.numel() > 0, &Traffic::small_calls, &Traffic::small_bytes_sent,
+      what, tensor, &Traffic::small_calls, &Traffic::small_bytes_sent,
       [&](Operation& operation) { return impl_->exchange->broadcast(tensor, source, operation); });
 }
 
@@ -453,8 +458,8 @@ Pending RowCommunicator::reduce_rows(const Rows& rows, const at::Tensor& buffer,
       if (matrix.numel() > 0) use(own);
     });
   }
-  return all_.impl_->start(what, matrix.numel() > 0, &Traffic::exchange_calls,
-                           &Traffic::exchange_bytes_sent, [&](Operation& operation) {
+  return all_.impl_->start(what, matrix, &Traffic::exchange_calls, &Traffic::exchange_bytes_sent,
+                           [&](Operation& operation) {
                              return all_.impl_->exchange->reduce(rows, buffer, values,
                                                                  std::move(use), operation);
                            });
