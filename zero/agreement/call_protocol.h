@@ -54,7 +54,8 @@ class CallProtocol {
   // broken makes it a failure, and so does a lack of memory. CommunicationError stays one.
   void fail_stop(const std::function<void()>& body);
   bool has_failed() const { return !failure_.empty(); }
-  // Returns whether the last error was a CommunicationError, as where a process waits to join.
+  // Returns whether the last error was a CommunicationError, as where a process waits to join, and
+  // no step() has worked since.
   bool asks_for_recovery() const { return asks_for_recovery_; }
 
   // Gradients are incomplete for `reason` until repaired().
