@@ -94,6 +94,18 @@ TEST(AdafactorTest, AMatrixHasTheSameBitsInABatchAndAlone) {
   }
 }
 
+// Of a vector, whose v is g^2, u is 1 in the first step.
+TEST(AdafactorTest, RootMeanSquaresOfManyElementsAreThoseOfDouble) {
+  const at::Tensor values = values_that_a_float_loses();
+  const at::Tensor p = values.clone().requires_grad_();
+  p.mutable_grad() = at::ones_like(values);
+  Adafactor adafactor(Params{p}, AdafactorOptions(0.5));
+  adafactor.step();
+  const at::Tensor wide = values.to(at::kDouble);
+  const double rms = wide.square().mean().sqrt().item<double>();
+  EXPECT_NEAR((wide[-1] - p.detach()[-1]).item<double>(), 0.5 * rms, 1e-4 * rms);
+}
+
 // Python 2.11 would use the first parameter's for the second.
 TEST(AdafactorTest, TheDefaultEps1IsThatOfEachParameter) {
   const at::Tensor wide = parameter({4}).to(at::kDouble).detach().requires_grad_();

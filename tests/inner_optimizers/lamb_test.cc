@@ -124,6 +124,23 @@ TEST(LambTest, NormsOf16BitParametersAreMadeInFp32) {
   EXPECT_LE(distance(p, at::full({100000}, 150.0)), 0.5);
 }
 
+TEST(LambTest, NormsOfManyElementsAreThoseOfDouble) {
+  const at::Tensor values = values_that_a_float_loses();
+  const at::Tensor every_second = at::empty({values.numel(), 2}).select(1, 0).copy_(values);
+  for (const at::Tensor& given : {values.clone(), every_second}) {
+    const at::Tensor p = given.detach().requires_grad_();
+    const at::Tensor wide = values.to(at::kDouble).requires_grad_();
+    p.mutable_grad() = values.clone();
+    wide.mutable_grad() = values.to(at::kDouble);
+    const at::Tensor start = wide.detach().clone();
+    Lamb lamb(Params{p, wide}, LambOptions(0.5));
+    lamb.step();
+    const double moved = distance(wide.detach(), start);
+    EXPECT_GT(moved, 1);
+    EXPECT_LE(distance(p.detach(), wide.detach()), 1e-4 * moved);
+  }
+}
+
 TEST(LambTest, AParameterOfZerosMoves) {
   const at::Tensor p = at::zeros({5}).requires_grad_();
   p.mutable_grad() = at::ones({5});

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "zero/inner_optimizers/class_adapter.h"
+#include "zero/inner_optimizers/euclidean_norm.h"
 #include "zero/inner_optimizers/exact_scale.h"
 #include "zero/inner_optimizers/own_class.h"
 #include "zero/inner_optimizers/registry.h"
@@ -116,7 +117,8 @@ at::Tensor mean_of_squares(const at::Tensor& g, int64_t dim) {
 }
 
 double rms(const at::Tensor& x) {
-  return at::linalg_vector_norm(x).item<double>() / std::sqrt(static_cast<double>(x.numel()));
+  return euclidean_norm(x, x.scalar_type()).item<double>() /
+         std::sqrt(static_cast<double>(x.numel()));
 }
 
 // v, which the caller may write to.

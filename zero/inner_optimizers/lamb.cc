@@ -3,7 +3,6 @@
 #include "zero/lamb.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/logical_and.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "zero/inner_optimizers/class_adapter.h"
+#include "zero/inner_optimizers/euclidean_norm.h"
 #include "zero/inner_optimizers/exact_scale.h"
 #include "zero/inner_optimizers/own_class.h"
 #include "zero/inner_optimizers/registry.h"
@@ -79,9 +79,7 @@ void check_options(const LambOptions& o) {
 
 // In fp32 at least: a 16-bit norm would round the trust ratio to three digits.
 at::Tensor norm_of(const at::Tensor& x) {
-  return at::linalg_vector_norm(
-      x, 2, at::OptionalIntArrayRef(), /*keepdim=*/false,
-      x.scalar_type() == at::kDouble ? at::kDouble : c10::ScalarType::Float);
+  return euclidean_norm(x, x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
 // phi(|p|) / |u| as a tensor, so that the host does not wait for a GPU.

@@ -6,13 +6,13 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
 
 #include "kernels/cast.h"
+#include "zero/inner_optimizers/euclidean_norm.h"
 #include "zero/muon.h"
 
 namespace zero {
@@ -23,7 +23,7 @@ namespace {
 bool is_tall(const at::Tensor& x) { return x.size(-2) > x.size(-1); }
 
 void normalise(at::Tensor& matrix, double eps) {
-  matrix.div_(at::linalg_vector_norm(matrix).clamp_min_(eps));
+  matrix.div_(euclidean_norm(matrix, matrix.scalar_type()).clamp_min_(eps));
 }
 
 // The result of a product, or a factor of one, in place.
