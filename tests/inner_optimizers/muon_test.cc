@@ -471,6 +471,25 @@ TEST(MuonTest, ASplitThatDoesNotCoverAParameterOnceIsRefused) {
   expect_words(error(split_rows({3, 4})), {"a matrix of 7 rows, got a tensor of shape [6, 4]"});
 }
 
+TEST(MuonTest, AStepAsksForViewsOfParametersAndUpdatesAlone) {
+  const at::Tensor a = parameter({6, 4}), b = parameter({6, 4});
+  int64_t calls = 0;
+  Muon muon(Params{a, b}, MuonOptions(0.1).split([&](const at::Tensor& t) {
+    ++calls;
+    return t.split(3);
+  }));
+  for (int step = 0; step < 3; ++step) {
+    give_gradients({a, b}, step);
+    muon.step();
+  }
+  EXPECT_EQ(calls, 3 * 2 * 2);
+  // What was found of one split says nothing of the next.
+  static_cast<MuonOptions&>(muon.param_groups()[0].options()).split([](const at::Tensor& t) {
+    return Params{t.narrow(0, 0, 3), t.narrow(0, 2, 3)};
+  });
+  expect_words(error_of([&] { muon.step(); }), {"every element of a parameter in exactly one"});
+}
+
 TEST(MuonTest, ParametersThatAreNoMatricesAreRefusedWithWhatToDo) {
   for (const auto& shape : std::vector<std::vector<int64_t>>{{}, {7}, {2, 3, 4}}) {
     expect_words(error_of([&] {

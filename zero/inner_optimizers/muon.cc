@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/muon.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/serialize.h>
 
@@ -100,19 +101,42 @@ void check_parameter(const at::Tensor& p, const MuonOptions& o) {
               "experts in one tensor), set MuonOptions::split() in a group of its own");
 }
 
-// Fails unless `split` returns views that cover a tensor like `p` once. It counts on the host,
+// Fails unless `views`, of split(), are matrices that cover p once. What they cover depends on
+// their places alone, so that the elements are counted once for each list of places: on the host,
 // which needs no wait for a GPU.
-void check_split(const at::Tensor& p, const MuonSplit& split) {
-  const at::Tensor counts = at::zeros_like(p, p.options().dtype(at::kInt).device(at::kCPU));
-  for (const at::Tensor& view : split(counts)) {
+void check_views(const at::Tensor& p, const std::vector<at::Tensor>& views) {
+  std::vector<int64_t> places;
+  const auto add = [&](at::IntArrayRef numbers) {
+    places.insert(places.end(), numbers.begin(), numbers.end());
+  };
+  add(p.dim());
+  add(p.sizes());
+  add(p.strides());
+  bool alias = true;
+  for (const at::Tensor& view : views) {
     TORCH_CHECK(view.dim() == 2, "Muon: expected split() to return matrices, got one of shape ",
                 view.sizes(), " for a parameter of shape ", p.sizes());
-    view.add_(1);
+    alias = alias && view.is_alias_of(p);
+    add(view.storage_offset() - p.storage_offset());
+    add(view.sizes());
+    add(view.strides());
   }
-  TORCH_CHECK(counts.eq(1).all().item<bool>(),
+  thread_local std::set<std::vector<int64_t>> known;
+  if (alias && known.count(places) != 0) return;
+  at::Tensor counts;
+  if (alias) {
+    counts = at::empty_strided(p.sizes(), p.strides(), p.options().dtype(at::kInt).device(at::kCPU))
+                 .zero_();
+    for (const at::Tensor& view : views) {
+      counts.as_strided(view.sizes(), view.strides(), view.storage_offset() - p.storage_offset())
+          .add_(1);
+    }
+  }
+  TORCH_CHECK(alias && counts.eq(1).all().item<bool>(),
               "Muon: expected split() to return views with every element of a parameter in exactly "
               "one, got elements in none or in several for shape ",
               p.sizes());
+  known.insert(std::move(places));
 }
 
 double adjusted_lr(const MuonOptions& o, const at::Tensor& matrix) {
@@ -231,13 +255,10 @@ at::Tensor followed_momentum(std::unique_ptr<torch::optim::OptimizerParamState>&
   return static_cast<MuonParamState&>(*slot).momentum_buffer().lerp_(gradient, 1.0 - momentum);
 }
 
-void add_parameter(const at::Tensor& p, const at::Tensor& update, const MuonSplit& split,
-                   Updates& updates) {
-  if (!split) {
-    updates.add(p, update);
-    return;
-  }
-  const std::vector<at::Tensor> matrices = split(p), parts = split(update);
+// `split` gave `matrices` for p.
+void add_matrices(const std::vector<at::Tensor>& matrices, const at::Tensor& update,
+                  const MuonSplit& split, Updates& updates) {
+  const std::vector<at::Tensor> parts = split ? split(update) : std::vector<at::Tensor>{update};
   TORCH_CHECK(matrices.size() == parts.size(),
               "Muon: expected split() to return as many views for equal shapes, got ",
               matrices.size(), " and ", parts.size());
@@ -269,18 +290,18 @@ at::Tensor Muon::step(LossClosure closure) {
   for (auto& group : param_groups_) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
     Updates updates(options);
-    std::set<std::pair<std::vector<int64_t>, std::vector<int64_t>>> checked;
     for_each_gradient(group, "Muon", [&](at::Tensor& p, const at::Tensor& gradient) {
       if (p.numel() == 0) return;
       check_parameter(p, options);
-      if (options.split() && checked.emplace(p.sizes().vec(), p.strides().vec()).second) {
-        check_split(p, options.split());
-      }
+      const std::vector<at::Tensor> matrices =
+          options.split() ? options.split()(p) : std::vector<at::Tensor>{p};
+      if (options.split()) check_views(p, matrices);
       const at::Tensor buffer =
           followed_momentum(state_[p.unsafeGetTensorImpl()], gradient, options.momentum());
       exact_scale(p, 1.0 - options.lr() * options.weight_decay());
-      add_parameter(p, options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer,
-                    options.split(), updates);
+      add_matrices(matrices,
+                   options.nesterov() ? gradient.lerp(buffer, options.momentum()) : buffer,
+                   options.split(), updates);
     });
     updates.finish();
   }
