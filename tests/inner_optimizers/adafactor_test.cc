@@ -76,7 +76,7 @@ TEST(AdafactorTest, AMatrixIsUpdatedElementByElementWithOneRoundingAnOperation) 
 TEST(AdafactorTest, AMatrixHasTheSameBitsInABatchAndAlone) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const auto& shape :
-         std::vector<std::vector<int64_t>>{{5, 1, 9}, {3, 37, 70}, {2, 70, 4}}) {
+         std::vector<std::vector<int64_t>>{{5, 1, 9}, {3, 37, 70}, {2, 70, 4}, {2, 5000, 20}}) {
       const at::Tensor batch = at::zeros(shape, dtype).requires_grad_();
       batch.mutable_grad() = gradient(batch, 1);
       Params alone;
@@ -104,6 +104,15 @@ TEST(AdafactorTest, RootMeanSquaresOfManyElementsAreThoseOfDouble) {
   const at::Tensor wide = values.to(at::kDouble);
   const double rms = wide.square().mean().sqrt().item<double>();
   EXPECT_NEAR((wide[-1] - p.detach()[-1]).item<double>(), 0.5 * rms, 1e-4 * rms);
+}
+
+TEST(AdafactorTest, ColumnsOfManyRowsHaveTheMeansOfDouble) {
+  const at::Tensor p = parameter({3, 9000, 20});
+  p.mutable_grad() = gradient(p, 1);
+  Adafactor adafactor(Params{p});
+  adafactor.step();
+  const at::Tensor expected = p.grad().to(at::kDouble).square().mean(-2, /*keepdim=*/true);
+  EXPECT_TRUE(at::allclose(state_of(adafactor, p).col_var().to(at::kDouble), expected, 1e-6, 0.0));
 }
 
 // Python 2.11 would use the first parameter's for the second.

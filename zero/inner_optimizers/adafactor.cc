@@ -116,6 +116,22 @@ at::Tensor mean_of_squares(const at::Tensor& g, int64_t dim) {
   return at::linalg_vector_norm(g, 2, dim, /*keepdim=*/true).square_().div_(g.size(dim));
 }
 
+// The same over the last dimension but one. On a CPU libtorch's norm walks each column of a matrix
+// by itself: a pass over blocks of rows takes 10 ms in place of 188 ms for 4096 x 4096. Blocks
+// depend on the length of a row alone, so that a matrix has the same bits in a batch.
+at::Tensor mean_of_squares_in_columns(const at::Tensor& g) {
+  constexpr int64_t kBlock = int64_t{1} << 16;  // elements
+  if (!g.is_cpu() || g.numel() == 0 || c10::isReducedFloatingType(g.scalar_type())) {
+    return mean_of_squares(g, -2);
+  }
+  at::Tensor sum;
+  for (const at::Tensor& block : g.split(std::max<int64_t>(1, kBlock / g.size(-1)), -2)) {
+    at::Tensor of_block = block.square().sum(-2, /*keepdim=*/true);
+    sum = sum.defined() ? sum.add_(of_block) : of_block;
+  }
+  return sum.div_(g.size(-2));
+}
+
 double rms(const at::Tensor& x) {
   return euclidean_norm(x, x.scalar_type()).item<double>() /
          std::sqrt(static_cast<double>(x.numel()));
@@ -128,7 +144,7 @@ at::Tensor second_moment(const at::Tensor& g, AdafactorParamState& state, double
     return state.variance().clone();
   }
   state.row_var().lerp_(mean_of_squares(g, -1), k);
-  state.col_var().lerp_(mean_of_squares(g, -2), k);
+  state.col_var().lerp_(mean_of_squares_in_columns(g), k);
   const at::Tensor mean = state.row_var().mean(-2, /*keepdim=*/true).clamp_min_(eps1);
   return (state.row_var() * state.col_var()).div_(mean);
 }
