@@ -15,8 +15,8 @@
 //
 // All operations are rounded to fp32 and nothing is fused, so that bits are the same on every CPU,
 // for every thread count, and on CUDA. Codes of squares are dense where values are small: with
-// nearest rounding x differs by at most |x| * 1/(2|q|), or by L / 32258 around 0. The largest
-// magnitude of a block is exact.
+// nearest rounding x differs by at most (|q| + 1/2) / 16129 * L, about |x| / |q|, or by L / 32258
+// around 0. The largest magnitude of a block is exact.
 //
 //   - Zeros are exact. v > 0 has q >= 1, so that a denominator does not become 0 by rounding, if
 //     the block's largest v is above 2^-117. A root below L / 65025 becomes that.
