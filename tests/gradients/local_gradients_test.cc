@@ -137,6 +137,18 @@ TEST(LocalGradientsTest, AMarkerThatWasFilledBetweenStepsIsNaNInTheNext) {
   }
 }
 
+// Neither torch nor Gloo nor MPI knows that memory behind a pointer is not that of numel().
+TEST(LocalGradientsTest, AMarkerCannotBeUsedThroughItsPointer) {
+  FlatModel flat({at::zeros({100}), at::zeros({64, 64}), at::zeros({2, 3}, at::kBFloat16)}, 1,
+                 {Layout::kContiguous, 256});
+  LocalGradients local(flat.table, false);
+  local.mark_sent(1);
+  const at::Tensor& marker = flat.model.values[1].grad();
+  volatile float* const values = marker.mutable_data_ptr<float>();
+  values[0] = 1;
+  EXPECT_DEATH(values[marker.numel() - 1] = 1, "");
+}
+
 TEST(LocalGradientsTest, AMarkerGoesWithItsOwner) {
   FlatModel flat({at::zeros({2, 3})}, 1, {Layout::kContiguous, 256});
   {

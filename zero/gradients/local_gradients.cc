@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -15,6 +16,7 @@
 
 #include "kernels/cast.h"
 #include "zero/memory/device_stream.h"
+#include "zero/memory/guarded_memory.h"
 
 namespace zero {
 namespace {
@@ -116,11 +118,22 @@ LocalGradients::~LocalGradients() {
 
 // Each marker has a number of its own, which zero_grad(false) of a module fills.
 void LocalGradients::make_markers() {
+  int64_t largest = 0;  // bytes of a parameter
+  for (const Parameter& p : table_.parameters()) {
+    largest = std::max(largest, static_cast<int64_t>(p.tensor.nbytes()));
+  }
   std::map<c10::ScalarType, at::Tensor> numbers;
   for (size_t i = 0; i < states_.size(); ++i) {
     const Parameter& p = table_.parameters()[i];
     at::Tensor& all = numbers[p.tensor.scalar_type()];
-    if (!all.defined()) all = not_a_number({static_cast<int64_t>(states_.size())}, p);
+    if (!all.defined() && p.tensor.is_cpu()) {
+      // Code that takes a marker's pointer for that of a gradient ends at the guard.
+      const auto bytes = static_cast<int64_t>(states_.size() * p.tensor.element_size());
+      all = guarded_memory(bytes, largest).view(p.tensor.scalar_type());
+      all.fill_(std::numeric_limits<double>::quiet_NaN());
+    } else if (!all.defined()) {
+      all = not_a_number({static_cast<int64_t>(states_.size())}, p);
+    }
     states_[i].marker = marker_of(all.select(0, static_cast<int64_t>(i)), p);
   }
 }
