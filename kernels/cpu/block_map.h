@@ -32,6 +32,7 @@ class BlockMap {
   BlockMap(int64_t count, const NumelOf& numel_of) : numel_(count), first_block_(count + 1, 0) {
     for (int64_t i = 0; i < count; ++i) {
       numel_[i] = numel_of(i);
+      elements_ += numel_[i];
       first_block_[i + 1] = first_block_[i] + (numel_[i] + kBlock - 1) / kBlock;
     }
   }
@@ -43,8 +44,9 @@ class BlockMap {
   // Between begin and end there may be several blocks, which one thread does.
   template <class F>
   void parallel_for_each_run(const F& f) const {
-    // Below two blocks a thread costs more to wake than it saves.
-    at::parallel_for(0, blocks(), /*grain_size=*/2, [&](int64_t begin, int64_t end) {
+    // Below the elements of two whole blocks a thread costs more to wake than it saves.
+    const int64_t grain = 2 * kBlock * blocks() / std::max<int64_t>(elements_, 1);
+    at::parallel_for(0, blocks(), grain, [&](int64_t begin, int64_t end) {
       auto after = std::upper_bound(first_block_.begin(), first_block_.end(), begin);
       for (int64_t span = after - first_block_.begin() - 1; begin < end; ++span) {
         const int64_t stop = std::min(end, first_block_[span + 1]);
@@ -58,6 +60,7 @@ class BlockMap {
   }
 
  private:
+  int64_t elements_ = 0;
   std::vector<int64_t> numel_;
   std::vector<int64_t> first_block_;  // of each span, and the number of blocks at the end
 };

@@ -5,11 +5,14 @@
 // conversions.
 #include "kernels/cast.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <iterator>
 #include <thread>
 
 #include "tests/kernels/reference.h"
@@ -177,6 +180,23 @@ TEST(CastCopySpans, MovesEverySpanAndNothingElse) {
       }
     }
   });
+}
+
+TEST(CastCopySpans, ManySmallSpansWakeNoThread) {
+  constexpr int64_t kSpans = 40;
+  const auto threads_of_process = [] {
+    const std::filesystem::directory_iterator tasks("/proc/self/task");
+    return std::distance(begin(tasks), end(tasks));
+  };
+  std::vector<float> values(2 * kSpans);
+  std::vector<CopySpan> spans;
+  for (int64_t i = 0; i < kSpans; ++i) spans.push_back({&values[2 * i], &values[2 * i + 1], 1});
+  const int threads = at::get_num_threads();
+  at::set_num_threads(static_cast<int>(threads_of_process()) + 3);  // one that wakes is a new one
+  const auto before = threads_of_process();
+  cast_copy_spans(spans, ScalarType::Float, ScalarType::Float, /*with_addends=*/false, Stream{});
+  EXPECT_EQ(threads_of_process(), before);
+  at::set_num_threads(threads);
 }
 
 TEST(CastCopySpans, AnEmptyListIsLegal) {
