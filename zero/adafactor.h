@@ -24,8 +24,8 @@
 //
 // Source: N. Shazeer, M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
 // ICML 2018 (arXiv 1804.04235), algorithms 4 and 5. As in PyTorch, lr limits the relative step,
-// weight decay is multiplied by it, and eps1 limits v and u where the paper adds it to g^2. On a CPU,
-// its rms of millions of elements loses small squares, and this one does not.
+// weight decay is multiplied by it, and eps1 limits v and u where the paper adds it to g^2. On a
+// CPU, its rms of millions of elements loses small squares, and this one does not.
 #pragma once
 
 #include <ATen/core/Tensor.h>

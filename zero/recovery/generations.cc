@@ -79,7 +79,8 @@ Restorable newest_restorable(const std::vector<std::string>& holdings) {
       if (list.at(file) < 0) list[file] = static_cast<int>(r);
     }
   }
-  TORCH_CHECK(!servers.empty(), "no step was protected before the failure; one rank alone protects none");
+  TORCH_CHECK(!servers.empty(),
+              "no step was protected before the failure; one rank alone protects none");
   for (auto g = servers.rbegin(); g != servers.rend(); ++g) {
     if (std::count(g->second.begin(), g->second.end(), -1) > 0) continue;
     return {g->first.first, g->first.second, std::move(g->second)};
