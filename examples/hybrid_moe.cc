@@ -201,8 +201,12 @@ int train(const std::string& folder) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const std::string folder = argc > 1 ? argv[1] : "";
+  if (argc > 2 || folder.starts_with("-")) {
+    std::fprintf(stderr, "usage: hybrid_moe [<folder for a checkpoint>]\n");
+    return folder == "--help" ? 0 : 2;
+  }
   try {
-    const std::string folder = argc > 1 ? argv[1] : "";
     return zero::launch_local(kRanks, [&] { return train(folder); });
   } catch (const c10::Error& error) {
     // Not what(), which adds a C++ backtrace.

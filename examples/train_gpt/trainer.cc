@@ -231,7 +231,8 @@ void Trainer::save(int64_t steps) {
   // What a step draws from the text depends on these alone.
   std::map<std::string, std::string> metadata = {{"step", std::to_string(steps)},
                                                  {"batch", std::to_string(options_.batch)},
-                                                 {"seed", std::to_string(options_.seed)}};
+                                                 {"seed", std::to_string(options_.seed)},
+                                                 {"text", std::to_string(data_.training_bytes())}};
   if (options_.same_bits) metadata["micro-batches"] = std::to_string(options_.micro_batches);
   optimizer_.save_checkpoint(new_checkpoint(steps), SaveOptions()
                                                         .shared_folder(!options_.own_disks)
@@ -280,6 +281,13 @@ int64_t Trainer::resume(const std::string& checkpoint) {
   expect("batch", std::to_string(options_.batch));
   expect("seed", std::to_string(options_.seed));
   if (options_.same_bits) expect("micro-batches", std::to_string(options_.micro_batches));
+  // Files may have grown since; --init is for a run on another text.
+  const auto text = report.metadata.find("text");
+  const std::string bytes = std::to_string(data_.training_bytes());
+  if (metrics_->rank() == 0 && text != report.metadata.end() && text->second != bytes) {
+    std::printf("another text than that of %s: %s bytes to train on in place of %s\n",
+                checkpoint.c_str(), bytes.c_str(), text->second.c_str());
+  }
   return std::stoll(report.metadata.at("step"));
 }
 

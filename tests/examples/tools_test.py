@@ -173,6 +173,10 @@ class HybridMoeTest(unittest.TestCase):
             done = run("hybrid_moe", parent + "/saved")
             self.assertEqual(done.returncode, 0, done.stderr)
             shown = run("inspect_checkpoint", parent + "/saved").stdout
+            for arguments in (["--help"], ["a", "b"]):
+                done = run("hybrid_moe", *arguments)
+                self.assertEqual(done.returncode, 0 if arguments == ["--help"] else 2, done.stderr)
+                self.assertIn("usage: hybrid_moe", done.stderr)
         # 246 elements in dense layers, and 1072 in each of two experts.
         self.assertRegex(shown, r"(?m)^parameters: \d+ with 2390 elements$")
 

@@ -71,6 +71,7 @@ for ranks in 2 3; do
   $program $common --steps 20 --nproc $ranks --checkpoints "$work/run" --resume \
     --log "$work/resumed-$ranks.jsonl" > "$work/out" || fail "resuming: $(cat "$work/out")"
   grep -q "resumed after step 10" "$work/out" || fail "did not resume: $(cat "$work/out")"
+  grep -q "another text" "$work/out" && fail "the same text: $(cat "$work/out")"
 done
 same_losses "$work/whole.jsonl" "$work/resumed-2.jsonl" 0 || fail "other losses on 2 ranks"
 same_losses "$work/whole.jsonl" "$work/resumed-3.jsonl" 1e-4 || fail "other losses on 3 ranks"
@@ -78,8 +79,11 @@ same_losses "$work/whole.jsonl" "$work/resumed-3.jsonl" 1e-4 || fail "other loss
 # A step that is repeated is saved under a new name: half a checkpoint may have the old one.
 rm "$work/run/step-20/rank-00001.safetensors"
 before=$(ls "$work/run/step-20" | cksum)
-$program $common --steps 20 --nproc 2 --checkpoints "$work/run" --resume \
+# With more text, too, which is said.
+$program $common --data examples/train_gpt/gpt.cc --steps 20 --nproc 2 --checkpoints "$work/run" --resume \
   > "$work/out" || fail "repeating a step: $(cat "$work/out")"
+grep -q "another text than that of .*step-10: [0-9]* bytes" "$work/out" ||
+  fail "more text: $(cat "$work/out")"
 grep -q "resumed after step 10" "$work/out" || fail "did not repeat: $(cat "$work/out")"
 [ -e "$work/run/step-20-2/manifest.json" ] || fail "no checkpoint of the repeated step"
 [ "$before" = "$(ls "$work/run/step-20" | cksum)" ] || fail "half a checkpoint was replaced"
