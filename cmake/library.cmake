@@ -16,7 +16,9 @@ function(zero_compile_options target)
   target_link_libraries(${target} PRIVATE zero::torch)
   target_include_directories(${target} BEFORE PRIVATE "${PROJECT_SOURCE_DIR}")
   # Without optimisation g++ does not see that TORCH_CHECK(false) throws.
-  target_compile_options(${target} PRIVATE -Wall -Wextra $<$<CONFIG:Debug>:-Wno-return-type>)
+  # A NaN is noticed in a project that permits -ffast-math, too.
+  target_compile_options(${target} PRIVATE -fno-fast-math -Wall -Wextra
+    $<$<CONFIG:Debug>:-Wno-return-type>)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
   if(ZERO_CUDA)
     target_link_libraries(${target} PRIVATE zero::torch_cuda)

@@ -74,7 +74,8 @@ def _precompiled(deps, unoptimized):
     return "torch_unoptimized" if unoptimized else "torch"
 
 def _options(kwargs, openmp, unoptimized = False, cuda_deps = []):
-    copts = _warnings() + (_OPENMP if openmp else []) + (
+    # A NaN is noticed in a project that permits -ffast-math, too.
+    copts = ["-fno-fast-math"] + _warnings() + (_OPENMP if openmp else []) + (
         _UNOPTIMIZED if unoptimized else _optimization()
     )
 

@@ -75,6 +75,8 @@ def compare_commands(build, ending):
             yield f"{source}: compiled by Bazel only"
         elif source not in theirs:
             yield f"{source}: compiled by CMake only; no BUILD file below //:zero names it"
+        elif ending == ".cc" and "-fno-fast-math" not in ours[source]:
+            yield f"{source}: compiled without -fno-fast-math, so that a project's NaNs may be missed"
         elif ours[source] != theirs[source]:
             yield (f"{source}: only CMake has {sorted(ours[source] - theirs[source])}, "
                    f"only Bazel {sorted(theirs[source] - ours[source])}")
