@@ -263,7 +263,8 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
   }
   for (const Parameter& p : table.parameters()) {
     std::set<std::string>& stored = parts[p.name];
-    // What is cut as in the save needs its own part alone.
+    // What is cut as in the save needs its own part alone, and a part without elements no state.
+    if (mesh != nullptr && numel(mesh->own(p.name)) == 0) continue;
     const std::string own = mesh != nullptr ? stored_name(mesh->own(p.name)) : p.name;
     if (stored.count(own) != 0) stored = {own};
     std::set<std::string> found;  // that any part has
