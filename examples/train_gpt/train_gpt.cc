@@ -164,7 +164,9 @@ int train(TrainOptions options, const ByteDataset& data) {
   const zero::Group group = make_group(options);
   const bool reports = group.rank() == 0;
   const int ranks = group.joins() ? options.nproc : group.world_size();
-  if (!group.joins()) options.batch = common_batch(options, group);
+  // A process that joins has no communicator of its own: it looks at the checkpoints that it sees.
+  options.batch =
+      group.joins() ? zero::examples::saved_batch(options) : common_batch(options, group);
   zero::examples::choose_batch(options, ranks);
   if (!accepts_batch(options, ranks, reports)) return kUsageError;
   zero::examples::Trainer trainer(options, data, group);

@@ -97,10 +97,23 @@ read -ra ranks < <(cat /proc/$launcher/task/*/children)
 wait $launcher || fail "the job was lost at its end"
 ls "$work"/last/step-10*/manifest.json > /dev/null || fail "the last step was not saved"
 
+# A job that is stopped and goes on without --batch: who joins it takes that of the run, too.
+: > "$work/out"
+$program $common --nproc 2 --log "$work/begun.jsonl" --checkpoints "$work/begun" \
+  > "$work/out" 2>&1 &
+launcher=$!
+wait_for_lines 1 "validation loss before" || fail "did not begin"
+kill -TERM $launcher
+wait $launcher
+ls "$work"/begun/step-*/manifest.json > /dev/null || fail "a stopped job saved nothing"
+
 for attempt in 1 2 3 4 5; do
   : > "$work/out"
-  $program $common --nproc 4 --protect-every 2 --replacements 1 --log "$work/elastic.jsonl" \
-    > "$work/out" 2>&1 &
+  rm -rf "$work/run"
+  cp -r "$work/begun" "$work/run"
+  cp "$work/begun.jsonl" "$work/elastic.jsonl"
+  $program ${common/--batch 10/} --nproc 4 --protect-every 2 --replacements 1 \
+    --checkpoints "$work/run" --resume --log "$work/elastic.jsonl" > "$work/out" 2>&1 &
   launcher=$!
   wait_for_lines 1 "validation loss before" || fail "did not begin"
   read -ra ranks < <(cat /proc/$launcher/task/*/children)
