@@ -155,8 +155,16 @@ TEST(EnvironmentTest, Hydra) {
 TEST(EnvironmentTest, ALauncherThatIsNotKnownIsRefused) {
   EXPECT_NE(refusal(without(hydra(), "MPI_LOCALRANKID")).find("PMI_SIZE=8"), std::string::npos);
   EXPECT_EQ(read({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}).source, Environment::Source::kAlone);
+  // prterun says no number of ranks, and PALS that of a machine.
+  EXPECT_NE(refusal({{"PMIX_RANK", "1"}}).find("PMIX_RANK=1"), std::string::npos);
+  EXPECT_EQ(read({{"PMIX_RANK", "0"}}).source, Environment::Source::kAlone);
+  EXPECT_NE(refusal({{"PALS_RANKID", "0"}, {"PALS_LOCAL_SIZE", "4"}}).find("PALS_LOCAL_SIZE=4"),
+            std::string::npos);
+  EXPECT_NE(refusal({{"PALS_RANKID", "3"}, {"PALS_LOCAL_SIZE", "1"}}).find("PALS_RANKID=3"),
+            std::string::npos);
   Variables in_slurm = srun();  // srun --mpi=pmi2
   in_slurm.merge(without(hydra(), "MPI_LOCALRANKID"));
+  in_slurm["PMIX_RANK"] = "5";  // and --mpi=pmix
   EXPECT_EQ(read(in_slurm).source, Environment::Source::kSlurm);
 }
 

@@ -79,6 +79,15 @@ TEST(LaunchTest, OneRankIsThisProcess) {
   EXPECT_FALSE(outcome.has("[0]"));
 }
 
+// As Kubernetes' PyTorchJob starts a pod that is alone.
+TEST(LaunchTest, TheOnlyRankOfALauncherSaysThatItStartsNoOthers) {
+  const auto [code, output] = run_program(
+      "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 exec " + program() + " 3 ok");
+  EXPECT_EQ(code, 0) << output;
+  EXPECT_NE(output.find("unset them to start 3 ranks"), std::string::npos) << output;
+  EXPECT_NE(output.find("round 0 of rank 0: 0 \n"), std::string::npos) << output;
+}
+
 TEST(LaunchTest, TheFirstFailureDecidesAndEndsTheOthers) {
   const Outcome outcome = launch("3 code");
   EXPECT_EQ(outcome.code, 7);

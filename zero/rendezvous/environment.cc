@@ -209,6 +209,22 @@ void check_consistent(const Variables& variables, const Environment& env) {
               "): unset WORLD_SIZE or start as many ranks");
 }
 
+// Each rank of a launcher that is not known would else be a job of its own, in silence. Of some of
+// them the number of ranks is not to be had, but a rank above 0 is not alone.
+void check_alone(const Variables& variables) {
+  const auto check = [&](const char* name, int lone) {
+    const int value = variables.number(name, lone).value_or(lone);
+    TORCH_CHECK(value == lone, "environment variable ", name, "=", value,
+                ": a launcher that is not known has started several ranks; expected torchrun, "
+                "mpirun of OpenMPI, MPICH or Intel MPI, srun, or RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT in the environment of each");
+  };
+  for (const char* name : {"PMI_SIZE", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"}) check(name, 1);
+  for (const char* name : {"PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK"}) {
+    check(name, 0);
+  }
+}
+
 }  // namespace
 
 Environment read_environment(const Getenv& getenv) {
@@ -227,12 +243,7 @@ Environment read_environment(const Getenv& getenv) {
   } else if (variables.has("WORLD_SIZE")) {
     read_torchrun(variables, env);  // Throws: RANK is missing.
   } else {
-    // Each rank would else be a job of its own, in silence.
-    const int ranks = variables.number("PMI_SIZE", 1).value_or(1);
-    TORCH_CHECK(ranks == 1, "environment variable PMI_SIZE=", ranks,
-                ": a launcher that is not known has started ", ranks,
-                " ranks; expected torchrun, mpirun of OpenMPI, MPICH or Intel MPI, srun, or RANK, "
-                "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment of each");
+    check_alone(variables);
   }
   check_consistent(variables, env);
   env.timeout = read_timeout(variables);

@@ -458,6 +458,12 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
               options.replacements);
   const Environment env = read_environment();
   const bool launched = env.source == Environment::Source::kTorchrun || env.world_size > 1;
+  if (launched && env.world_size == 1 && ranks > 1 && !env.joins) {
+    std::fprintf(stderr,
+                 "launch_local: RANK and WORLD_SIZE=1 are set, so that this process is the only "
+                 "rank; unset them to start %d ranks on this machine\n",
+                 ranks);
+  }
   if (launched || ranks == 1) return run_here(body);
   std::fflush(nullptr);
   return with_c10_errors("launch_local", [&] {
