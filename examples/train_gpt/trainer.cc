@@ -272,6 +272,13 @@ int64_t Trainer::join() {
 int64_t Trainer::resume(const std::string& checkpoint) {
   const LoadReport report =
       optimizer_.load_checkpoint(checkpoint, LoadOptions().include("schedule", schedule_));
+  // Files may have grown since; --init is for a run on another text.
+  const auto text = report.metadata.find("text");
+  const std::string bytes = std::to_string(data_.training_bytes());
+  if (metrics_->rank() == 0 && text != report.metadata.end() && text->second != bytes) {
+    std::printf("another text than that of %s: %s bytes to train on in place of %s\n",
+                checkpoint.c_str(), bytes.c_str(), text->second.c_str());
+  }
   const auto expect = [&](const char* name, const std::string& value) {
     const auto saved = report.metadata.find(name);
     TORCH_CHECK(saved != report.metadata.end() && saved->second == value, "--", name, ": expected ",
@@ -281,13 +288,6 @@ int64_t Trainer::resume(const std::string& checkpoint) {
   expect("batch", std::to_string(options_.batch));
   expect("seed", std::to_string(options_.seed));
   if (options_.same_bits) expect("micro-batches", std::to_string(options_.micro_batches));
-  // Files may have grown since; --init is for a run on another text.
-  const auto text = report.metadata.find("text");
-  const std::string bytes = std::to_string(data_.training_bytes());
-  if (metrics_->rank() == 0 && text != report.metadata.end() && text->second != bytes) {
-    std::printf("another text than that of %s: %s bytes to train on in place of %s\n",
-                checkpoint.c_str(), bytes.c_str(), text->second.c_str());
-  }
   return std::stoll(report.metadata.at("step"));
 }
 
