@@ -739,43 +739,54 @@ TEST(ReplanTest, AScheduleGoesOnWithTheGroupThatIsAdded) {
   });
 }
 
+// Two parameter groups whose rates fall in 8 steps, and a third one that comes later.
+struct Scheduled {
+  explicit Scheduled(const Group& group)
+      : model(initial(at::kFloat)),
+        optimizer(model, make(Inner::kAdamW, model.values), group),
+        schedule(optimizer, linear_decay(8)) {}
+
+  void add_group() { optimizer.add_param_group(third_group(Inner::kAdamW, {model.values[4]})); }
+  void save_step_4(const std::string& folder) {
+    schedule.set_step(4);
+    optimizer.save_checkpoint(folder);
+  }
+  void expect_rates(double factor) {
+    for (size_t g = 0; g < base.size(); ++g) {
+      EXPECT_EQ(optimizer.param_groups()[g].options().get_lr(), base[g] * factor) << g;
+    }
+  }
+
+  const std::vector<double> base = {0.05, 0.02, 0.01};
+  GivenGradients model;
+  ZeroOptimizer optimizer;
+  LrSchedule schedule;
+};
+
 // A load sets the rates of another step, and what the group was added with is gone.
 TEST(ReplanTest, AScheduleTakesNoLoadedRateForTheBaseOfTheGroupThatIsAdded) {
   const std::string folder = ::testing::TempDir() + "/replan-schedule";
   std::filesystem::remove_all(folder);
-  const std::vector<double> base = {0.05, 0.02, 0.01};
   for (const int way : {0, 1, 2}) {  // 0 saves
     run_ranks(2, [&](const Group& group) {
-      GivenGradients model(initial(at::kFloat));
-      const auto& v = model.values;
-      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
-      LrSchedule schedule(optimizer, linear_decay(8));
-      optimizer.add_param_group(third_group(Inner::kAdamW, {v[4]}));
-      const auto expect_rates = [&](double factor) {
-        for (size_t g = 0; g < base.size(); ++g) {
-          EXPECT_EQ(optimizer.param_groups()[g].options().get_lr(), base[g] * factor) << g;
-        }
-      };
-      if (way == 0) {
-        schedule.set_step(4);
-        optimizer.save_checkpoint(folder);
-        return;
-      }
-      if (way == 1) schedule.set_step(0);
-      optimizer.load_checkpoint(folder);
-      expect_rates(0.5);
+      Scheduled s(group);
+      s.add_group();
+      if (way == 0) return s.save_step_4(folder);
+      if (way == 1) s.schedule.set_step(0);
+      s.optimizer.load_checkpoint(folder);
+      s.expect_rates(0.5);
       if (way == 1) {
-        schedule.set_step(6);
-        expect_rates(0.25);
+        s.schedule.set_step(6);
+        s.expect_rates(0.25);
         return;
       }
-      for (const auto& call : std::vector<std::function<void()>>{[&] { schedule.set_step(6); },
-                                                                 [&] { schedule.step(); },
-                                                                 [&] { schedule.state(); }}) {
+      for (const auto& call : std::vector<std::function<void()>>{[&] { s.schedule.set_step(6); },
+                                                                 [&] { s.schedule.step(); },
+                                                                 [&] { s.schedule.state(); }}) {
         expect_words(error_of(call), {"parameter group 2", "0.025", "set_step()"});
       }
-      expect_rates(0.5);
-      EXPECT_EQ(schedule.steps(), 0);
+      s.expect_rates(0.5);
+      EXPECT_EQ(s.schedule.steps(), 0);
     });
   }
 }
@@ -784,35 +795,25 @@ TEST(ReplanTest, AScheduleTakesNoLoadedRateForTheBaseOfTheGroupThatIsAdded) {
 TEST(ReplanTest, AScheduleGoesOnWithTheGroupThatIsAddedBehindALoad) {
   const std::string folder = ::testing::TempDir() + "/replan-schedule-load";
   std::filesystem::remove_all(folder);
-  const std::vector<double> base = {0.05, 0.02, 0.01};
   for (const int way : {0, 1, 2}) {  // 0 saves
     run_ranks(2, [&](const Group& group) {
-      GivenGradients model(initial(at::kFloat));
-      const auto& v = model.values;
-      ZeroOptimizer optimizer(model, make(Inner::kAdamW, v), group);
-      LrSchedule schedule(optimizer, linear_decay(8));
-      if (way == 0) {
-        schedule.set_step(4);
-        optimizer.save_checkpoint(folder);
-        return;
-      }
-      optimizer.load_checkpoint(folder);
-      if (way == 1) schedule.set_step(4);
-      optimizer.add_param_group(third_group(Inner::kAdamW, {v[4]}));
+      Scheduled s(group);
+      if (way == 0) return s.save_step_4(folder);
+      s.optimizer.load_checkpoint(folder);
+      if (way == 1) s.schedule.set_step(4);
+      s.add_group();
       if (way == 2) {
-        expect_words(error_of([&] { schedule.set_step(4); }),
+        expect_words(error_of([&] { s.schedule.set_step(4); }),
                      {"[0.05, 0.02]", "[0.025, 0.01]", "before or after parameter group 2",
                       "before add_param_group()"});
         // As it says.
-        for (size_t g = 0; g < base.size(); ++g) {
-          optimizer.param_groups()[g].options().set_lr(base[g]);
+        for (size_t g = 0; g < s.base.size(); ++g) {
+          s.optimizer.param_groups()[g].options().set_lr(s.base[g]);
         }
       }
-      schedule.set_step(6);
-      for (size_t g = 0; g < base.size(); ++g) {
-        EXPECT_EQ(optimizer.param_groups()[g].options().get_lr(), base[g] * 0.25) << g;
-      }
-      EXPECT_EQ(schedule.steps(), 6);
+      s.schedule.set_step(6);
+      s.expect_rates(0.25);
+      EXPECT_EQ(s.schedule.steps(), 6);
     });
   }
 }

@@ -75,8 +75,9 @@ at::Tensor marker_of(const at::Tensor& number, const Parameter& p) {
   return number.expand(p.sizes).variable_data();
 }
 
-// Returns whether nobody has changed a marker: by a write, by one through p.grad().data() or by
-// set_data(), which raise no version. On a GPU the number is not read, which would wait for it.
+// Returns whether a marker is as it was made. Its number and strides are compared, too: writes
+// through p.grad().data() and set_data() raise no version. On a GPU the number is not read, since
+// the host would have to wait for it.
 bool is_as_made(const at::Tensor& marker) {
   if (marker._version() != 0) return false;
   if (marker.numel() == 0) return true;
