@@ -131,6 +131,7 @@ TEST(ShardDomainsTest, WhatHomeSendsIsForTheReplicasOfAllThatIsTrainedOverIt) {
     const ShardDomain& d = domains.list[domains.home_domain];
     EXPECT_EQ(d.group.name(), home.name()) << c;
     EXPECT_EQ(d.replicas ? d.replicas->global_ranks() : std::vector<int>(), cases[c].ranks) << c;
+    EXPECT_FALSE(domains.uniform) << c;  // others get nothing of it
   }
 }
 

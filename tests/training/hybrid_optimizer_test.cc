@@ -664,6 +664,19 @@ TEST(HybridOptimizerTest, FrozenTensorsThatDifferInTheOptimizersGroupAreRefusedO
         module.register_buffer(name + "_late", at::full({2}, 1.0 + e));
         optimizer.broadcast_buffers();
       }
+      // Nothing but what all ranks share is trained.
+      torch::nn::Module module;
+      const at::Tensor value = at::full({8, 8}, 1.0 + e);
+      const at::Tensor base = buffer ? module.register_buffer(name, value)
+                                     : module.register_parameter(name, value, false);
+      ZeroOptimizer optimizer(
+          module, make_optimizer({{module.register_parameter("dense", at::ones(5))}}, true), same,
+          ZeroOptions().mesh_group(world).placement(0, GroupPlacement().sharded_over(world)));
+      const std::string folder = ::testing::TempDir() + "/experts-" + std::to_string(buffer);
+      optimizer.save_checkpoint(folder);
+      base.detach().zero_();
+      optimizer.load_checkpoint(folder);
+      EXPECT_TRUE(base.eq(1.0 + e).all().item<bool>());
     }
   });
 }

@@ -141,10 +141,13 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
   if (parts && home < domains.list.size() && domains.list[home].replicas &&
       shared_rank(parts->group, *domains.list[home].replicas)) {
     home = domains.list.size();
-    domains.uniform = false;
   }
   if (home == domains.list.size()) domains.list.push_back({group, std::nullopt});
   domains.home_domain = static_cast<int64_t>(home);
+  // Ranks that get nothing of it may hold other frozen tensors.
+  const ShardDomain& sends = domains.list[home];
+  domains.uniform = domains.uniform && sends.group.world_size() * ranks_of(sends.replicas) ==
+                                           domains.mesh.world_size();
   return domains;
 }
 

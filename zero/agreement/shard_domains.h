@@ -33,8 +33,8 @@ struct ShardDomains {
   std::vector<int64_t> of_group;     // per parameter group: its domain
   std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
   // True if all ranks of the mesh hold the same parameters: each domain and its replicas are the
-  // whole mesh, and replicas get what home sends unless they hold other parts of it. Otherwise,
-  // with experts or stages, parameters can be compared within a domain only.
+  // whole mesh, and so are the ranks that get what home sends. Otherwise, with experts or stages,
+  // parameters can be compared within a domain only.
   bool uniform = true;
   bool two_level = true;  // ZeroOptions::two_level
 
