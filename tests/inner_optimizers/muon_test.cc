@@ -5,6 +5,7 @@
 #include "zero/muon.h"
 
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -338,6 +339,25 @@ TEST(MuonTest, WithoutADtypeProductsAreOfBf16WhereTheProcessorHasThem) {
     EXPECT_TRUE(at::equal(stepped(std::nullopt, true), large ? bf16 : rounded)) << shape;
   }
   EXPECT_TRUE(has_bf16_products(at::Device(at::kCUDA, 0)));
+}
+
+// Else autocast would choose the dtype of each product.
+TEST(MuonTest, AProgramThatLeftAutocastOnHasTheSameBits) {
+  for (const int64_t side : {32, 400}) {  // small matrices, and those that are cut into strips
+    for (const auto& dtype : {std::optional<c10::ScalarType>(), std::optional(at::kFloat)}) {
+      const auto step = [&] {
+        const Params params{random_tensor({side, 2 * side}, 1), random_tensor({side, side}, 2)};
+        give_gradients(params, 1);
+        Muon(params, MuonOptions().ns_dtype(dtype)).step();
+        return params;
+      };
+      const Params expected = step();
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      const Params got = step();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << side;
+    }
+  }
 }
 
 TEST(MuonTest, FactorsOfARoundedIterationHaveTheBitsOfBf16) {

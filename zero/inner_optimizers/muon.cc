@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/optim/serialize.h>
 
 #include <algorithm>
@@ -283,6 +284,8 @@ Muon::Muon(std::vector<at::Tensor> params, MuonOptions defaults)
 at::Tensor Muon::step(LossClosure closure) {
   at::NoGradGuard no_grad;
   const at::Tensor loss = loss_of(closure);
+  // Products have the dtypes that the options say, also in a program that left autocast on.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // A wrong adjust_lr_fn would be taken for the other one.
   for (auto& group : param_groups_) {
     check_options(static_cast<const MuonOptions&>(group.options()));

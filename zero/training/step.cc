@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -64,6 +65,8 @@ class NoGradients {
 void step_inner(const ParameterTable& table, ShardOptimizer& shards) {
   try {
     const NoGradients hidden(table);
+    // A program that left autocast on has set the dtypes of its model's operators, not of a step's.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     shards.update_inner();
   } catch (const c10::Error& error) {
     const std::string text = error_text(error);
