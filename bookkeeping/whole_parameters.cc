@@ -106,7 +106,7 @@ double over_mean(int64_t most, int64_t sum, int64_t count) {
 }  // namespace
 
 ParameterLoad load_of(const ParameterInfo& info) {
-  const int64_t numel = round_up(info.numel, alignment_of(info.dtype));
+  const int64_t numel = round_up(info.numel, std::max(alignment_of(info.dtype), info.block));
   return {numel, numel == 0 ? 0 : info.cost.value_or(numel)};
 }
 

@@ -108,14 +108,14 @@ struct EmaOptions {
 enum class GradientWire {
   // Numbers of ZeroOptions::reduce_dtype, or of each parameter's dtype.
   kDtype,
-  // 8-bit integers with one fp32 scale for each 256 values of a row: 1.016 bytes a value. A rank
+  // 8-bit integers with one fp32 scale for each 256 values of a parameter, counted from its first
+  // element: 1.016 bytes a value, with parameters padded to whole blocks. A rank
   // quantises what it has accumulated locally, once each time that it is sent, and the sum over
   // ranks is made in fp32. With s = max|x| / 127 of its block, a value x is received as
   // s * round(x / s), which differs from x by at most max|x| / 254 apart from fp32 rounding. Zeros
   // stay zeros. The error of a mean over ranks is at most the mean of these bounds. A NaN or an
   // infinity makes its whole block NaN, so that the step is skipped, or, with
-  // skip_nonfinite(false), those 256 values are lost. Rows depend on bucket size and layout, and
-  // bits with them. CPU only. See kernels/block_int8.h.
+  // skip_nonfinite(false), those 256 values are lost. CPU only. See kernels/block_int8.h.
   kBlockInt8,
 };
 

@@ -12,6 +12,7 @@ namespace zero {
 namespace {
 
 static_assert(kMomentBlock == kernels::kStateBlock, "blocks of a plan are those of kernels");
+static_assert(kMomentBlock == kernels::kInt8Block, "and those of gradients that are sent");
 static_assert(kMomentBlock % kernels::kExactBlock == 0, "and those of norms over micro-batches");
 
 at::TensorOptions stored_options(const at::Tensor& segment, Moments moments) {

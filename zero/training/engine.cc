@@ -35,10 +35,13 @@ Plan make_plan_of(const ParameterTable& table, const ShardDomains& domains,
     ParameterInfo info{p.tensor.numel(), p.tensor.scalar_type(), domains.of_group[p.group]};
     info.layout = layouts[p.group];
     if (is_whole(layouts[p.group])) info.cost = cost_of(p, inner, options);
+    // The one scale of a block that is sent is that of its parameter alone: ranks that hold copies
+    // of it have other parameters beside it.
+    if (options.gradient_wire() == GradientWire::kBlockInt8) info.block = kMomentBlock;
     // A norm over micro-batches is added up by blocks, too.
     const bool blocks = moments[infos.size()] != Moments::kFloat32 || options.micro_batches() > 0;
     // A smaller parameter is one block, and need not be filled up to a whole one.
-    if (blocks) {
+    if (blocks && info.block == 1) {
       const auto whole = std::bit_ceil(static_cast<uint64_t>(p.tensor.numel()));
       info.block = std::min<int64_t>(kMomentBlock, static_cast<int64_t>(whole));
     }
