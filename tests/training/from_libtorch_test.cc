@@ -6,11 +6,13 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 #include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
@@ -18,8 +20,10 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/error_of.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
+#include "tests/support/warnings.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -223,6 +227,131 @@ TEST_P(FromLibtorchTest, WeightsTiedByTheMemberTrainAsOne) {
     }
     EXPECT_TRUE(net.head->weight.is_same(net.embedding->weight));
     EXPECT_LT(difference(net, plain), kRounding);  // of the unused one too
+  });
+}
+
+// A layer that is registered by itself and in a Sequential.
+struct NamedTwice : torch::nn::Module {
+  NamedTwice()
+      : layer(register_module("layer", torch::nn::Linear(6, 3))),
+        all(register_module("all", torch::nn::Sequential(layer))) {
+    at::NoGradGuard no_grad;
+    layer->weight.copy_(random_tensor({3, 6}, 1));
+    layer->bias.zero_();
+  }
+  torch::nn::Linear layer;
+  torch::nn::Sequential all;
+};
+
+TEST_P(FromLibtorchTest, WhatHasTwoNamesIsUpdatedOnceAndRank0Warns) {
+  run([](const Group& group, const ZeroOptions& options) {
+    const auto sgd = [](const std::vector<at::Tensor>& parameters) {
+      return std::make_unique<torch::optim::SGD>(parameters, 0.125);
+    };
+    NamedTwice net, once, twice;
+    ASSERT_EQ(net.parameters().size(), 4u);
+    const Warnings warnings;
+    ZeroOptimizer optimizer(net, sgd(net.parameters()), group, options);
+    ASSERT_EQ(warnings.texts.size(), group.rank() == 0 ? 1u : 0u);
+    if (group.rank() == 0) expect_words(warnings.texts.front(), {"layer.weight", "twice"});
+    const at::Tensor x = at::ones({2, 6});  // gradients of whole numbers
+    optimizer.backward(net.all->forward(x).sum());
+    optimizer.step();
+    const auto step = [&](NamedTwice& plain, const std::vector<at::Tensor>& parameters) {
+      plain.all->forward(x).sum().backward();
+      sgd(parameters)->step();
+    };
+    step(once, {once.layer->weight, once.layer->bias});
+    step(twice, twice.parameters());
+    EXPECT_EQ(difference(net, once), 0);
+    EXPECT_EQ(difference(net, twice), 0.25);
+  });
+}
+
+// A schedule for any optimizer: the class of the options tells which one is wrapped.
+TEST_P(FromLibtorchTest, ACastToTheWrappedClassIsNullAndOneOfItsOptionsIsNot) {
+  run([](const Group& group, const ZeroOptions& options) {
+    Net net(1), plain(1);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    const auto set_rate = [](torch::optim::Optimizer& any, double rate) {
+      for (auto& g : any.param_groups()) {
+        auto* const of_adam = dynamic_cast<torch::optim::AdamOptions*>(&g.options());
+        ASSERT_NE(of_adam, nullptr);
+        of_adam->lr(rate);
+      }
+    };
+    torch::optim::Optimizer& base = optimizer;
+    EXPECT_EQ(dynamic_cast<torch::optim::Adam*>(&base), nullptr);
+    for (int step = 0; step < 3; ++step) {
+      const Batch batch(step);
+      if (step == 1) base.state().clear();  // of the base class, which has no moments
+      set_rate(base, kLearningRate / (1 + step));
+      set_rate(*reference, kLearningRate / (1 + step));
+      optimizer.backward(loss(net, batch));
+      base.step();
+      reference->zero_grad();
+      loss(plain, batch).backward();
+      reference->step();
+    }
+    EXPECT_LT(difference(net, plain), kRounding);
+  });
+}
+
+// Sharpness-aware minimisation: the gradient of a step is that at a point up the slope.
+TEST_P(FromLibtorchTest, ParametersMoveAlongTheGradientForASecondPass) {
+  run([](const Group& group, const ZeroOptions& options) {
+    constexpr double kRho = 0.05;
+    Net net(1), plain(1);
+    ZeroOptimizer optimizer(net, adam(net.parameters()), group, options);
+    const auto reference = adam(plain.parameters());
+    // Returns the values before the move.
+    const auto climb = [](const std::vector<at::Tensor>& parameters,
+                          const std::vector<at::Tensor>& gradients, double norm) {
+      const at::NoGradGuard no_grad;
+      std::vector<at::Tensor> before;
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        at::Tensor p = parameters[i];
+        before.push_back(p.clone());
+        p.add_(gradients[i], kRho / norm);
+      }
+      return before;
+    };
+    const auto put_back = [](const std::vector<at::Tensor>& parameters,
+                             const std::vector<at::Tensor>& values) {
+      const at::NoGradGuard no_grad;
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        at::Tensor p = parameters[i];
+        p.copy_(values[i]);
+      }
+    };
+    for (int step = 0; step < 4; ++step) {
+      const Batch batch(step);
+      optimizer.backward(loss(net, batch.part_of(group)));
+      std::vector<at::Tensor> gradients;
+      for (const at::Tensor& p : net.parameters()) gradients.push_back(optimizer.gradient(p));
+      const auto before = climb(net.parameters(), gradients, optimizer.grad_norm().item<double>());
+      optimizer.zero_grad();
+      optimizer.backward(loss(net, batch.part_of(group)));
+      put_back(net.parameters(), before);
+      optimizer.refresh_working_parameters();
+      optimizer.step();
+
+      reference->zero_grad();
+      loss(plain, batch).backward();
+      gradients.clear();
+      double squares = 0.0;
+      for (const at::Tensor& p : plain.parameters()) {
+        gradients.push_back(p.grad().clone());
+        squares += p.grad().to(at::kDouble).square().sum().item<double>();
+      }
+      const auto values = climb(plain.parameters(), gradients, std::sqrt(squares));
+      reference->zero_grad();
+      loss(plain, batch).backward();
+      put_back(plain.parameters(), values);
+      reference->step();
+      EXPECT_LT(difference(net, plain), kRounding) << step;
+    }
   });
 }
 

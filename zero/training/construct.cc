@@ -206,6 +206,26 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
   }
 }
 
+// Plain libtorch has no list of what it has updated in a step already.
+void warn_of_parameters_twice(const ParameterTable& table, const torch::optim::Optimizer& inner) {
+  for (const auto& group : inner.param_groups()) {
+    std::vector<const void*> known;
+    if (each_once(group.params()).size() == group.params().size()) continue;
+    for (const at::Tensor& tensor : group.params()) {
+      const int64_t index = table.find(tensor);
+      if (index < 0) continue;
+      if (std::ranges::find(known, tensor.unsafeGetTensorImpl()) != known.end()) {
+        TORCH_WARN("parameter ", table.parameters()[index].name,
+                   " is listed twice in its parameter group, as parameters() of libtorch does for "
+                   "one with two names. Plain libtorch updates such a parameter twice in a step, "
+                   "which is about twice the learning rate; a ZeroOptimizer updates it once");
+        return;
+      }
+      known.push_back(tensor.unsafeGetTensorImpl());
+    }
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
@@ -277,6 +297,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
                                                }));
   };
   construct(*comms, /*agreed=*/true, [&] { comms->explained(agree); });
+  if (comms->rank() == 0) warn_of_parameters_twice(*table, *inner);
   std::unique_ptr<Engine> engine;
   construct(*comms, /*agreed=*/false, [&] {
     const c10::OptionalDeviceGuard guard(table->parameters().front().tensor.device());
