@@ -350,20 +350,18 @@ void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
                  output_gradients.size(), " for ", outputs.size(),
                  "; give outputs and gradients in one order"));
   }
-  const auto check = [&](size_t i, bool good, const std::string& expected, const auto& got) {
-    if (good) return;
-    parts_.protocol.check_usable();
-    parts_.protocol.throw_misuse(
-        c10::str("backward(): output ", i, ": expected ", expected, ", got ", got));
-  };
   for (size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];
-    check(i, output.defined(), "a tensor", "an undefined one");
-    check(i, output.requires_grad(), "one that requires gradients",
-          "one without a graph; make it without a NoGradGuard, from parameters of the module");
     const bool given = i < output_gradients.size() && output_gradients[i].defined();
-    check(i, given || output.numel() == 1,
-          c10::str("an output gradient for shape ", output.sizes()), "none");
+    if (output.defined() && output.requires_grad() && (given || output.numel() == 1)) continue;
+    parts_.protocol.check_usable();
+    parts_.protocol.throw_misuse(
+        c10::str("backward(): output ", i, ": expected ",
+                 !output.defined() ? "a tensor, got an undefined one"
+                 : !output.requires_grad()
+                     ? "one that requires gradients, got one without a graph; make it without a "
+                       "NoGradGuard, from parameters of the module"
+                     : c10::str("an output gradient for shape ", output.sizes(), ", got none")));
   }
 }
 

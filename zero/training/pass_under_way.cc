@@ -3,6 +3,7 @@
 #include "zero/training/pass_under_way.h"
 
 #include <cstdint>
+#include <typeinfo>
 #include <utility>
 
 namespace zero {
@@ -21,7 +22,9 @@ void PassUnderWay::reach(BackwardPasses& passes) {
 
 PassUnderWay* PassUnderWay::current() {
   // Another library may have the same idea.
-  return dynamic_cast<PassUnderWay*>(c10::ThreadLocalDebugInfo::get(kKind));
+  c10::DebugInfoBase* const info = c10::ThreadLocalDebugInfo::get(kKind);
+  const bool ours = info != nullptr && typeid(*info) == typeid(PassUnderWay);
+  return ours ? static_cast<PassUnderWay*>(info) : nullptr;
 }
 
 PassUnderWay::Guard::Guard(std::shared_ptr<PassUnderWay> pass) : guard_(kKind, std::move(pass)) {}
