@@ -10,6 +10,7 @@
 #include <exception>
 #include <functional>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 namespace zero {
@@ -45,6 +46,24 @@ TEST(ErrorTextTest, WhatAnotherRankSaysOfItsMemoryIsNoLackOfMemoryHere) {
   ASSERT_NE(text.find("can't allocate memory"), std::string::npos) << text;
   EXPECT_FALSE(lacks_memory([&] { TORCH_CHECK(false, "Rank 1 gave up: ", text); }));
   EXPECT_FALSE(lacks_memory([&] { throw_communication_error("lost rank 1: " + text); }));
+}
+
+// As C10D_NCCL_CHECK of NCCLUtils.hpp puts it together.
+TEST(ErrorLineTest, HasTheReasonOfNccl) {
+  const std::string general =
+      "NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for "
+      "details), NCCL version 2.28.9";
+  const std::string reason =
+      "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888), error: No "
+      "space left on device (28)";
+  const std::string text = general + "\nncclSystemError: System call failed. \nLast error:\n";
+  const auto line_of = [](const std::string& whole) {
+    return error_line(std::runtime_error(whole));
+  };
+  EXPECT_EQ(line_of(text + reason), general + ": " + reason);
+  EXPECT_EQ(line_of(text + reason + "\nmore"), general + ": " + reason);
+  EXPECT_EQ(line_of(text), general);
+  EXPECT_EQ(line_of(general + "\nncclInternalError: Internal check failed."), general);
 }
 
 }  // namespace

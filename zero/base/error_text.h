@@ -8,6 +8,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <string_view>
 
 #include "zero/errors.h"
 
@@ -22,10 +23,18 @@ inline std::string error_text(const std::exception& error) {
   return memory ? c10::str("out of memory (", error.what(), ")") : error.what();
 }
 
-// The same for a message within a message: its first line.
+// The same for a message within a message: its first line, and the reason of NCCL, which libtorch
+// writes behind a first line that is the same for nearly all errors.
 inline std::string error_line(const std::exception& error) {
+  constexpr std::string_view kReason = "\nLast error:\n";
   const std::string text = error_text(error);
-  return text.substr(0, text.find('\n'));
+  const auto line_at = [&](size_t begin) {
+    return text.substr(begin, text.find('\n', begin) - begin);
+  };
+  const size_t begin = text.find(kReason);
+  const std::string reason =
+      begin == std::string::npos ? std::string() : line_at(begin + kReason.size());
+  return reason.empty() ? line_at(0) : line_at(0) + ": " + reason;
 }
 
 // Returns whether zero/errors.h has `error` as one that other ranks or connections cause.
