@@ -167,17 +167,31 @@ TEST(GroupTest, TheTimeoutIsTheOptionsThenTheEnvironments) {
   }
 }
 
+// Of a rank of two.
+void set_environment(const char* rank, const char* address, uint16_t port) {
+  setenv("RANK", rank, 1);
+  setenv("WORLD_SIZE", "2", 1);
+  setenv("MASTER_ADDR", address, 1);
+  setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
+}
+
+// As with `mpirun -x MASTER_ADDR`, where the other machine is named.
+TEST(GroupTest, ARank0ThatMasterAddrDoesNotLeadToIsToldSoInTime) {
+  set_environment("0", "192.0.2.1", free_port());  // nobody's: RFC 5737
+  InitOptions options;
+  options.timeout = std::chrono::seconds(3);
+  const std::string error = error_within(*options.timeout + std::chrono::seconds(1),
+                                         [&] { init_process_group(options); });
+  expect_words(error, {"rank 0 of 2 cannot serve the store of rank 0 at 192.0.2.1", "process ",
+                       "set MASTER_ADDR", "of the machine of rank 0"});
+  EXPECT_EQ(error.find("Choose another"), std::string::npos) << error;
+}
+
 // Rank 0 serves the store late, and says nothing about its job: it was stopped then.
 TEST(GroupTest, ARank0ThatIsLateAndThenSilentIsAnErrorInTime) {
   using Clock = std::chrono::steady_clock;
   const uint16_t port = free_port();
-  for (const auto& [name, value] :
-       std::vector<std::pair<const char*, std::string>>{{"RANK", "1"},
-                                                        {"WORLD_SIZE", "2"},
-                                                        {"MASTER_ADDR", "127.0.0.1"},
-                                                        {"MASTER_PORT", std::to_string(port)}}) {
-    setenv(name, value.c_str(), 1);
-  }
+  set_environment("1", "127.0.0.1", port);
   InitOptions options;
   options.timeout = std::chrono::milliseconds(2500);
   std::atomic<bool> over = false;

@@ -189,7 +189,27 @@ std::string meet_other_job(const Environment& env, milliseconds timeout) {
   return {};
 }
 
+// Returns what rank 0, which serves the store, can do about `error`.
+std::string advice_to_server(const Environment& env, milliseconds timeout,
+                             const std::exception& error) {
+  const auto has = [text = error_text(error)](const char* words) {
+    return text.find(words) != std::string::npos;
+  };
+  // c10d says so of a port that it cannot have. Otherwise it is the client of this process that
+  // does not reach the server beside it.
+  if (has("server socket")) {
+    return c10::str(meet_other_job(env, timeout), "Is the port taken by another job? ",
+                    "Choose another MASTER_PORT");
+  }
+  if (dynamic_cast<const c10::DistError*>(&error) == nullptr && !has("what listens at")) return {};
+  return c10::str("Rank 0 is ", first_line(own_process()),
+                  ", to which this address does not lead: set MASTER_ADDR to a name or address of "
+                  "the machine of rank 0 that all ranks reach, rank 0 too (with mpirun: -x "
+                  "MASTER_ADDR=host)");
+}
+
 c10::intrusive_ptr<BoundedStore> find_store(const Environment& env, milliseconds timeout) {
+  const auto start = std::chrono::steady_clock::now();
   const bool serves = !env.agent_serves_store && env.rank == 0;
   if (serves) {
     const std::string problem = make_room_for_descriptors(store_descriptors(env.world_size));
@@ -203,15 +223,16 @@ c10::intrusive_ptr<BoundedStore> find_store(const Environment& env, milliseconds
   try {
     return open_store(env, timeout, serves);
   } catch (const std::exception& error) {
-    TORCH_CHECK(
-        false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
-        serves ? "serve " : "reach ", store_name(env), " (MASTER_ADDR, MASTER_PORT) within ",
-        timeout.count(), " ms: ", error_line(error), ". ",
-        serves ? c10::str(meet_other_job(env, timeout), "Is the port taken by another job? ",
-                          "Choose another MASTER_PORT")
-               : c10::str("Is ", server_of(env),
-                          " running, can this machine reach it, and does no other program "
-                          "use the port?"));
+    const auto took =
+        std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - start);
+    TORCH_CHECK(false, "init_process_group: rank ", env.rank, " of ", env.world_size, " cannot ",
+                serves ? "serve " : "reach ", store_name(env),
+                " (MASTER_ADDR, MASTER_PORT) (after ", took.count(), " ms of at most ",
+                timeout.count(), " ms): ", error_line(error), ". ",
+                serves ? advice_to_server(env, timeout, error)
+                       : c10::str("Is ", server_of(env),
+                                  " running, can this machine reach it, and does no other program "
+                                  "use the port?"));
   }
 }
 
