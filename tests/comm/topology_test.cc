@@ -47,11 +47,20 @@ TEST(TopologyTest, TwoLevelsNeedEqualMachinesInRankOrder) {
 
 TEST(TopologyTest, AdviceForMachinesThatCannotExchangeInTwoLevels) {
   for (const std::vector<int>& good : {std::vector<int>{0, 0, 1, 1}, {0, 0, 0}, {0, 1, 2}, {0}}) {
-    EXPECT_EQ(advice(Topology(good)), "");
+    for (const int unknown_or_one : {0, 1}) EXPECT_EQ(advice(Topology(good), unknown_or_one), "");
   }
-  expect_words(advice(Topology({0, 0, 1})), {"2 machines with 1 to 2 ranks each", "same number"});
-  expect_words(advice(Topology({0, 1, 0, 1})),
+  expect_words(advice(Topology({0, 0, 1}), 2),
+               {"2 machines with 1 to 2 ranks each", "same number"});
+  expect_words(advice(Topology({0, 1, 0, 1}), 2),
                {"do not follow one another", "one after the other"});
+}
+
+TEST(TopologyTest, AdviceForRanksOfAMachineThatShareNoMemory) {
+  EXPECT_EQ(advice(Topology({0, 0, 1, 1}), 2), "");
+  EXPECT_EQ(advice(Topology({0, 0}), 2), "");
+  expect_words(advice(Topology({0, 1, 2, 3}), 2),
+               {"4 machines with 1 rank each, although 2 ranks were started on this one",
+                "`ulimit -f`", "InitOptions::topology", "InitOptions::shared_memory"});
 }
 
 TEST(TopologyTest, OfASubgroup) {

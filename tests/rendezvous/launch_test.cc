@@ -88,6 +88,13 @@ TEST(LaunchTest, TheOnlyRankOfALauncherSaysThatItStartsNoOthers) {
   EXPECT_NE(output.find("round 0 of rank 0: 0 \n"), std::string::npos) << output;
 }
 
+TEST(LaunchTest, RanksThatShareNoMemorySayWhy) {
+  const auto [code, output] = run_program("ulimit -f 1000000; exec " + program() + " 2 ok prefix");
+  EXPECT_EQ(code, 0) << output;
+  EXPECT_NE(output.find("round 1 of rank 1: 0 1 "), std::string::npos) << output;
+  EXPECT_NE(output.find("although 2 ranks were started on this one"), std::string::npos) << output;
+}
+
 TEST(LaunchTest, TheFirstFailureDecidesAndEndsTheOthers) {
   const Outcome outcome = launch("3 code");
   EXPECT_EQ(outcome.code, 7);

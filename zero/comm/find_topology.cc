@@ -165,9 +165,17 @@ Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int ra
   return **result;
 }
 
-std::string advice(const Topology& topology) {
-  const bool one_each = topology.machines() == topology.world_size();
-  if (topology.machines() == 1 || one_each || topology.has_two_levels()) return {};
+std::string advice(const Topology& topology, int local_world_size) {
+  if (topology.machines() == topology.world_size()) {
+    if (local_world_size <= 1) return {};
+    return c10::str("got ", topology.describe(), ", although ", local_world_size,
+                    " ranks were started on this one: they cannot read each other's memory, as in "
+                    "containers, under `ulimit -v` or `ulimit -f`, or without memfd_create, and "
+                    "send each other all data through sockets. Lift the limit, state "
+                    "InitOptions::topology, or set InitOptions::shared_memory to false if that is "
+                    "meant");
+  }
+  if (topology.machines() == 1 || topology.has_two_levels()) return {};
   return c10::str("got ", topology.describe(),
                   ": every rank exchanges with every other. Start the same number of ranks on each "
                   "machine, numbered one after the other, so that a machine sends each byte once");

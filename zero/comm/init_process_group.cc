@@ -314,7 +314,8 @@ Group init(const InitOptions& options) {
       return agree_on_topology(BoundedStore::of(own, timeout), rank, world_size, timeout,
                                std::chrono::steady_clock::now(), std::nullopt, willing);
     };
-    const std::string text = topology ? advice(*topology) : std::string();
+    const int sharing = options.shared_memory && !options.topology ? env.local_world_size : 0;
+    const std::string text = topology ? advice(*topology, sharing) : std::string();
     if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
     store = place->each_within(timeout);
   }
