@@ -56,7 +56,9 @@ struct LaunchOptions {
 //     jobs cannot collide and other machines cannot reach it (docs/security.md). Children find
 //     TORCHELASTIC_USE_AGENT_STORE=True.
 //   - OMP_NUM_THREADS is the number of usable cores divided by `ranks`, unless it is set: ranks
-//     with a thread for every core each would only wait for each other.
+//     with a thread for every core each would only wait for each other. Usable are the cores of
+//     this process's affinity, as far as the quota of its control groups (cpu.max) has time for
+//     them.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless SIGHUP is ignored as under nohup. Ctrl-C at
 //     a terminal is not, since the ranks get it from there. After each of them, ranks that still
 //     run after options.signal_grace are killed, and none is replaced. When a rank fails, the

@@ -4,7 +4,6 @@
 // launch_local() with real processes.
 #include <gtest/gtest.h>
 #include <pty.h>
-#include <sched.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -27,6 +26,7 @@
 
 #include "tests/support/cases_at_once.h"
 #include "tests/support/run_program.h"
+#include "zero/rendezvous/usable_cores.h"
 
 namespace zero {
 namespace {
@@ -57,9 +57,7 @@ TEST(LaunchTest, RanksMeetAndTalk) {
   for (std::string line; std::getline(lines, line);) {
     EXPECT_EQ(line.substr(0, 1), "[") << "a line without its rank: " << line;
   }
-  cpu_set_t cores;
-  ASSERT_EQ(sched_getaffinity(0, sizeof(cores), &cores), 0);
-  const int threads = std::max(1, CPU_COUNT(&cores) / 3);
+  const int threads = std::max(1, usable_cores() / 3);
   EXPECT_TRUE(outcome.has("[2] threads " + std::to_string(threads) + "\n")) << outcome.output;
 }
 

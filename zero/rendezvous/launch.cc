@@ -8,7 +8,6 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -42,6 +41,7 @@
 #include "zero/rendezvous/line_pipe.h"
 #include "zero/rendezvous/rounds.h"
 #include "zero/rendezvous/tcp_store.h"
+#include "zero/rendezvous/usable_cores.h"
 
 namespace zero {
 namespace {
@@ -124,12 +124,6 @@ class SignalCatcher {
   struct sigaction old_hang_up_ = {};
   struct sigaction old_child_ = {};
 };
-
-int usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
 
 std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
