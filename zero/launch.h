@@ -44,7 +44,8 @@ struct LaunchOptions {
 //
 // In a process that a launcher has started as one of several ranks (RANK is set, or mpirun's or
 // srun's variables say so), and for ranks == 1: calls body() here. What it throws is printed to
-// stderr, and 1 returned.
+// stderr, and 1 returned. Where the launcher has started this process alone (WORLD_SIZE=1) and
+// ranks > 1, a line on stderr says that no others are started.
 //
 // Otherwise this process becomes the parent of `ranks` processes and does not call body():
 //   - Each child runs this same program with the same arguments, by fork and exec, so that it
