@@ -34,6 +34,8 @@
 #include "tests/support/in_memory_backend.h"
 #include "tests/support/run_ranks.h"
 #include "zero/comm/backends/gloo.h"
+#include "zero/rendezvous/bounded_store.h"
+#include "zero/rendezvous/ended_ranks.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
@@ -268,6 +270,19 @@ TEST(GroupTest, ASubgroupOfAProcessThatJoinsMakesNoCommunicatorAtOnce) {
   }
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
   world.subgroup({2}, "alone").make_communicator("data", Purpose::kData);
+}
+
+// After a recovery the others may have to recover again, in which all of them take part.
+TEST(GroupTest, TheEndOfARankCallsOffWhatSubgroupsOfARecoveredGroupBegin) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const Group world(store, 0, 3, "g", default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
+                    std::chrono::seconds(20));
+  const Group recovered = world.with_members({0, 1, 2}, "recovered");
+  add_ended_rank(*BoundedStore::of(store, std::chrono::seconds(20)), 2);
+  expect_words(error_of([&] {
+                 recovered.subgroup({0, 1}, "dp").make_communicator("data", Purpose::kData);
+               }),
+               {"\"g/recovered/dp/data\"", "The process with RANK 2 has ended, says the launcher"});
 }
 
 TEST(GroupTest, RefusesWhatCannotBe) {
