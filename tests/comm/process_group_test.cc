@@ -400,7 +400,6 @@ TEST(GroupTest, AConnectionToAnotherMachineTakesFromAWriterOnlyWhatItSendsSoon) 
   }
 }
 
-// Gloo would send all data over the first, and hang_up() would not close the connections of others.
 // What each rank of `groups` gets that makes a communicator, with a timeout of ten minutes.
 std::vector<std::string> errors_of(
     int ranks, const std::function<Group(const c10::intrusive_ptr<c10d::Store>&, int)>& group) {
@@ -455,20 +454,40 @@ TEST(GroupTest, AnEnvironmentThatBreaksPromisesOverNcclIsRefusedOnEveryRank) {
   }
 }
 
-TEST(GroupTest, SeveralInterfacesAreRefusedOnEveryRank) {
-  setenv("GLOO_SOCKET_IFNAME", "lo,lo", 1);
+// Each of two ranks throws an error with `words` that would come again.
+void expect_misuse(const std::vector<std::string>& hostnames,
+                   const std::vector<std::string>& words) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::thread> threads;
   for (int rank : {0, 1}) {
     threads.emplace_back([&, rank] {
-      const Group group(store, rank, 2, "test", default_backend_factory(at::kCPU, "", false, false),
-                        at::kCPU, std::chrono::seconds(60));
-      expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
-                   {"GLOO_SOCKET_IFNAME", "expected one network interface, got 2: lo,lo"});
+      const Group group(store, rank, 2, "test",
+                        default_backend_factory(at::kCPU, hostnames[rank], false, false), at::kCPU,
+                        std::chrono::seconds(60));
+      try {
+        group.make_communicator("data", Purpose::kData);
+        ADD_FAILURE() << "expected an error";
+      } catch (const c10::Error& error) {
+        EXPECT_EQ(dynamic_cast<const CommunicationError*>(&error), nullptr);
+        expect_words(error.what_without_backtrace(), words);
+      }
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// Gloo would send all data over the first, and abort() would not end the connections of others.
+TEST(GroupTest, InterfacesThatGlooCannotUseAreRefusedOnEveryRank) {
+  setenv("GLOO_SOCKET_IFNAME", "lo,lo", 1);
+  expect_misuse({"", ""}, {"GLOO_SOCKET_IFNAME", "expected one network interface, got 2: lo,lo"});
+  setenv("GLOO_SOCKET_IFNAME", "^docker0", 1);
+  expect_misuse({"", ""}, {"GLOO_SOCKET_IFNAME", "got ^docker0; name one of ", "lo", "in full"});
   unsetenv("GLOO_SOCKET_IFNAME");
+}
+
+TEST(GroupTest, TheHostNameOfAnotherMachineIsRefusedOnEveryRank) {
+  expect_misuse({"127.0.0.1", "192.0.2.1"},  // nobody's: RFC 5737
+                {"InitOptions::hostname: expected a name or address of this machine", "192.0.2.1"});
 }
 
 TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {

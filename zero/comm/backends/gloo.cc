@@ -5,7 +5,9 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -17,15 +19,19 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <exception>
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <sstream>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
 #include "zero/base/broken_pipes.h"
 #include "zero/base/descriptors.h"
+#include "zero/base/error_text.h"
 #include "zero/base/own_process.h"
 
 namespace zero {
@@ -48,10 +54,31 @@ std::vector<std::string> interface_names() {
   return names;
 }
 
+// The interfaces on which Gloo can listen; empty if the system does not say.
+std::set<std::string> interfaces_with_address() {
+  std::set<std::string> names;
+  ifaddrs* first = nullptr;
+  if (getifaddrs(&first) != 0) return names;
+  for (const ifaddrs* one = first; one != nullptr; one = one->ifa_next) {
+    const int family = one->ifa_addr == nullptr ? AF_UNSPEC : one->ifa_addr->sa_family;
+    if (family == AF_INET || family == AF_INET6) names.insert(one->ifa_name);
+  }
+  freeifaddrs(first);
+  return names;
+}
+
 Devices make_devices(const std::string& hostname) {
   constexpr bool kLazy = false;
   if (!hostname.empty()) {
-    return {c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
+    try {
+      return {c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
+    } catch (const std::exception& error) {
+      TORCH_CHECK_VALUE(error_line(error).find("Cannot resolve") == std::string::npos,
+                        "InitOptions::hostname: expected a name or address of this machine, got ",
+                        hostname,
+                        "; give each machine its own, or name its interface by GLOO_SOCKET_IFNAME");
+      throw;
+    }
   }
   const std::vector<std::string> names = interface_names();
   if (names.empty()) return {c10d::ProcessGroupGloo::createDefaultDevice(kLazy)};
@@ -255,9 +282,17 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 
 std::string gloo_problem(const std::string& hostname) {
   const std::vector<std::string> names = interface_names();
-  if (!hostname.empty() || names.size() <= 1) return {};
-  return c10::str("GLOO_SOCKET_IFNAME: expected one network interface, got ", names.size(), ": ",
-                  std::getenv("GLOO_SOCKET_IFNAME"), "; name the one that reaches the other ranks");
+  if (!hostname.empty() || names.empty()) return {};
+  if (names.size() > 1) {
+    return c10::str("GLOO_SOCKET_IFNAME: expected one network interface, got ", names.size(), ": ",
+                    std::getenv("GLOO_SOCKET_IFNAME"),
+                    "; name the one that reaches the other ranks");
+  }
+  const std::set<std::string> there = interfaces_with_address();
+  if (there.empty() || there.contains(names.front())) return {};
+  return c10::str("GLOO_SOCKET_IFNAME: expected an interface of this machine with an address, got ",
+                  names.front(), "; name one of ", c10::Join(", ", there),
+                  ", in full and without the ^ or = of NCCL_SOCKET_IFNAME");
 }
 
 int gloo_descriptors(int world_size) {

@@ -25,7 +25,8 @@ namespace zero {
 // reach. When it is empty, Gloo listens on the interface that
 // GLOO_SOCKET_IFNAME names, or else on the address that the machine's own name
 // resolves to. Several interfaces are refused: Gloo would send all data over the
-// first, and a failed rank could not close the connections of the others.
+// first, and a failed rank could not close the connections of the others. So is one that this
+// machine does not have.
 //
 // The first call makes this process ignore SIGPIPE unless it handles it: Gloo
 // would let a peer that ends take this process with it, without a message.
