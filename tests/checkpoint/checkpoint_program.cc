@@ -12,7 +12,7 @@
 #include <string>
 
 #include "tests/support/checkpoint_run.h"
-#include "tests/support/end_at_once.h"
+#include "tests/support/forked_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/launch.h"
 
@@ -42,11 +42,12 @@ int train(const std::string& folder, bool replaces) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 4) return 2;
   const bool replaces = std::string(argv[3]) == "replaces";
-  zero::end_at_once(
-      zero::launch_local(std::atoi(argv[1]), [&] { return train(argv[2], replaces); }));
+  return zero::launch_local(std::atoi(argv[1]), [&] { return train(argv[2], replaces); });
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { zero::run_with_forked_ranks(program, argc, argv); }

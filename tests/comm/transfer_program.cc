@@ -16,6 +16,7 @@
 #include <string>
 #include <thread>
 
+#include "tests/support/forked_ranks.h"
 #include "zero/communicator.h"
 #include "zero/launch.h"
 #include "zero/process_group.h"
@@ -52,9 +53,7 @@ int exchange_rows(bool shared, milliseconds life) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 3) {
     std::fprintf(stderr, "usage: %s sockets|shared milliseconds\n", argv[0]);
     return 2;
@@ -63,3 +62,7 @@ int main(int argc, char** argv) {
   return zero::launch_local(
       2, [&] { return exchange_rows(shared, milliseconds(std::atoi(argv[2]))); });
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { zero::run_with_forked_ranks(program, argc, argv); }

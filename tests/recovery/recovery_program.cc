@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "tests/support/checkpoint_run.h"
-#include "tests/support/end_at_once.h"
+#include "tests/support/forked_ranks.h"
 #include "zero/base/message_probe.h"
 #include "zero/launch.h"
 
@@ -240,9 +240,7 @@ int train(const Job& job) {
   return 0;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc < 8) return 2;
   Job job;
   job.stage = std::atoi(argv[2]);
@@ -265,7 +263,7 @@ int main(int argc, char** argv) {
   zero::LaunchOptions launch;
   launch.survivors_go_on = true;
   launch.replacements = job.replacements;
-  zero::end_at_once(zero::launch_local(
+  return zero::launch_local(
       job.ranks,
       [&] {
         try {
@@ -276,5 +274,9 @@ int main(int argc, char** argv) {
           return 1;
         }
       },
-      launch));
+      launch);
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { zero::run_with_forked_ranks(program, argc, argv); }

@@ -15,7 +15,7 @@
 #include <filesystem>
 #include <string>
 
-#include "tests/support/end_at_once.h"
+#include "tests/support/forked_ranks.h"
 #include "tests/support/fuzz_seeds.h"
 #include "tests/support/run_ranks.h"
 #include "tests/training/run_sequence.h"
@@ -57,16 +57,17 @@ int run(int ranks, const Seeds& seeds, const std::string& folder) {
   return 0;
 }
 
-}  // namespace
-}  // namespace zero
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 5) {
     std::fprintf(stderr, "usage: %s ranks first count folder\n", argv[0]);
     return 2;
   }
   const int ranks = std::atoi(argv[1]);
-  const zero::Seeds seeds = {std::strtoull(argv[2], nullptr, 10),
-                             std::strtoull(argv[3], nullptr, 10)};
-  zero::end_at_once(zero::launch_local(ranks, [&] { return zero::run(ranks, seeds, argv[4]); }));
+  const Seeds seeds = {std::strtoull(argv[2], nullptr, 10), std::strtoull(argv[3], nullptr, 10)};
+  return launch_local(ranks, [&] { return run(ranks, seeds, argv[4]); });
 }
+
+}  // namespace
+}  // namespace zero
+
+int main(int argc, char** argv) { zero::run_with_forked_ranks(zero::program, argc, argv); }

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "tests/support/forked_ranks.h"
 #include "tests/support/training.h"
 #include "zero/launch.h"
 #include "zero/zero_optimizer.h"
@@ -47,12 +48,14 @@ int train(int64_t width, int64_t bucket_bytes) {
   return 0;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 3) {
     std::fprintf(stderr, "usage: %s width bucket_bytes\n", argv[0]);
     return 2;
   }
   return zero::launch_local(3, [&] { return train(std::atoll(argv[1]), std::atoll(argv[2])); });
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { zero::run_with_forked_ranks(program, argc, argv); }
