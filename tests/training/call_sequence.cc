@@ -141,6 +141,10 @@ class Generator : Draws {
     if (s_.ranks_per_machine > 0 && percent(50)) options.gather_wire(GatherWire::kChanges);
     if (s_.has_moments) {
       options.fused(true).moments(kMoments[of_moments_() % std::size(kMoments)]);
+      // Its first layer is 50 times as large as others, and would be in thousands of buckets.
+      if (const int64_t bytes = *options.bucket_bytes(); bytes > 0) {
+        options.bucket_bytes(std::max<int64_t>(bytes, 500));
+      }
     }
     if (updates_early_) {
       options.fused(true).skip_nonfinite(false).gather_wire(GatherWire::kWhole);
