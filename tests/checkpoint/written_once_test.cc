@@ -99,18 +99,19 @@ void expect_loads(const std::string& folder, const Group& group, const AdapterRu
   EXPECT_TRUE(at::equal(loaded.model.adapter, saved.model.adapter)) << folder;
 }
 
+// Both ways to save take turns over numbers of ranks, the other way round in every second case.
 void on_ranks(
+    int turn,
     const std::function<void(const Group&, const std::string& parent, bool async)>& body) {
   for (const int world_size : {1, 2, 3}) {
-    for (const bool async : {false, true}) {
-      const std::string parent = fresh_folder("once");
-      run_ranks(world_size, [&](const Group& group) { body(group, parent, async); });
-    }
+    const bool async = (world_size + turn) % 2 == 0;
+    const std::string parent = fresh_folder("once");
+    run_ranks(world_size, [&](const Group& group) { body(group, parent, async); });
   }
 }
 
 TEST(WrittenOnceTest, FrozenParametersAreWrittenOnceAndEachCheckpointHasThem) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(0, [](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group);
     for (int i = 0; i < 3; ++i) {
       run.step();
@@ -129,7 +130,7 @@ TEST(WrittenOnceTest, FrozenParametersAreWrittenOnceAndEachCheckpointHasThem) {
 }
 
 TEST(WrittenOnceTest, ARunThatGoesOnFromACheckpointHasItsFile) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(1, [](const Group& group, const std::string& parent, bool async) {
     {
       AdapterRun run(group);
       run.save(parent + "/0", async);
@@ -153,7 +154,7 @@ TEST(WrittenOnceTest, ARunThatGoesOnFromACheckpointHasItsFile) {
 }
 
 TEST(WrittenOnceTest, TheFileOfALoadedCheckpointIsFoundFromAnotherWorkingFolder) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(0, [](const Group& group, const std::string& parent, bool async) {
     AdapterRun(group).save(parent + "/0", async);
     AdapterRun run(group, 7);
     const fs::path before = fs::current_path();
@@ -172,7 +173,7 @@ TEST(WrittenOnceTest, TheFileOfALoadedCheckpointIsFoundFromAnotherWorkingFolder)
 }
 
 TEST(WrittenOnceTest, WhatHasChangedIsWritten) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(1, [](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group);
     run.step();
     run.save(parent + "/0", async);
@@ -186,7 +187,7 @@ TEST(WrittenOnceTest, WhatHasChangedIsWritten) {
 }
 
 TEST(WrittenOnceTest, WhereTheLastOneCannotBeLinkedItIsWritten) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(0, [](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group);
     run.step();
     run.save(parent + "/0", async);
@@ -211,7 +212,7 @@ TEST(WrittenOnceTest, WhereTheLastOneCannotBeLinkedItIsWritten) {
 
 // As where a job that was taken for dead goes on: its file has the same size.
 TEST(WrittenOnceTest, AFileThatAnotherSaveHasPutThereIsNotLinked) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(1, [](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group), other(group);
     run.step();
     run.save(parent + "/a", async);
@@ -225,8 +226,7 @@ TEST(WrittenOnceTest, AFileThatAnotherSaveHasPutThereIsNotLinked) {
 }
 
 TEST(WrittenOnceTest, ASaveThatBeginsBesideAnotherLinksWhatIsThere) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
-    if (!async) return;
+  on_ranks(0, [](const Group& group, const std::string& parent, bool) {
     AdapterRun run(group);
     run.step();
     run.save(parent + "/0", false);
@@ -248,7 +248,7 @@ TEST(WrittenOnceTest, ASaveThatBeginsBesideAnotherLinksWhatIsThere) {
 }
 
 TEST(WrittenOnceTest, ACheckpointInThePlaceOfTheLastOneHasItsFile) {
-  on_ranks([](const Group& group, const std::string& parent, bool async) {
+  on_ranks(1, [](const Group& group, const std::string& parent, bool async) {
     AdapterRun run(group);
     run.step();
     run.save(parent + "/a", async);
