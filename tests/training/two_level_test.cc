@@ -25,7 +25,7 @@ namespace zero {
 namespace {
 
 // Every shape in memory, and the smaller ones on the other wires: comm/two_level_exchange_test has
-// all of them.
+// more of them.
 std::vector<WireCase> two_level_cases() {
   std::vector<WireCase> all = wire_cases();
   std::erase_if(all, [](const WireCase& c) {
