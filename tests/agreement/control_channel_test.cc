@@ -57,6 +57,13 @@ void expect_agrees(Link& link) {
   EXPECT_EQ(link.channel.agree(Call::kStep, {}, "", rounds(3)).rounds, 3);
 }
 
+TEST(ControlChannelTest, CallsHaveTheirOwnNames) {
+  EXPECT_STREQ(call_name(Call::kReduceGradients), "reduce_gradients()");
+  EXPECT_STREQ(call_name(Call::kLatestCheckpoint), "latest_checkpoint()");
+  EXPECT_STREQ(call_name(Call::kResizeRows), "resize_rows()");
+  EXPECT_STREQ(call_name(Call::kEndEma), "the end of use_ema()");
+}
+
 TEST(ControlChannelTest, PutsTogetherWhatTheRanksHave) {
   for (const int world_size : {1, 2, 3, 4}) {
     on_ranks(world_size, [&](const Group& group, Link& link) {

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 
 #include "zero/agreement/used_flags.h"
@@ -41,49 +42,28 @@ constexpr size_t kRanksListed = 64;
 }  // namespace
 
 const char* call_name(Call call) {
-  switch (call) {
-    case Call::kReduceGradients:
-      return "reduce_gradients()";
-    case Call::kClipGradNorm:
-      return "clip_grad_norm_()";
-    case Call::kStep:
-      return "step()";
-    case Call::kZeroGrad:
-      return "zero_grad()";
-    case Call::kGradient:
-      return "gradient()";
-    case Call::kMaster:
-      return "master()";
-    case Call::kRefreshMasters:
-      return "refresh_master_parameters()";
-    case Call::kRefreshWorking:
-      return "refresh_working_parameters()";
-    case Call::kBroadcastBuffers:
-      return "broadcast_buffers()";
-    case Call::kCheckReplicas:
-      return "check_replicas()";
-    case Call::kSaveCheckpoint:
-      return "save_checkpoint()";
-    case Call::kLoadCheckpoint:
-      return "load_checkpoint()";
-    case Call::kFreeze:
-      return "freeze()";
-    case Call::kUnfreeze:
-      return "unfreeze()";
-    case Call::kAddParamGroup:
-      return "add_param_group()";
-    case Call::kLatestCheckpoint:
-      return "latest_checkpoint()";
-    case Call::kClipGradValue:
-      return "clip_grad_value_()";
-    case Call::kResizeRows:
-      return "resize_rows()";
-    case Call::kUseEma:
-      return "use_ema()";
-    case Call::kEndEma:
-      return "the end of use_ema()";
-  }
-  return "an unknown call";
+  static constexpr const char* kNames[] = {"reduce_gradients()",
+                                           "clip_grad_norm_()",
+                                           "step()",
+                                           "zero_grad()",
+                                           "gradient()",
+                                           "master()",
+                                           "refresh_master_parameters()",
+                                           "refresh_working_parameters()",
+                                           "broadcast_buffers()",
+                                           "check_replicas()",
+                                           "save_checkpoint()",
+                                           "load_checkpoint()",
+                                           "freeze()",
+                                           "unfreeze()",
+                                           "add_param_group()",
+                                           "latest_checkpoint()",
+                                           "clip_grad_value_()",
+                                           "resize_rows()",
+                                           "use_ema()",
+                                           "the end of use_ema()"};
+  static_assert(std::size(kNames) == static_cast<size_t>(Call::kEndEma));
+  return kNames[static_cast<size_t>(call) - 1];
 }
 
 ControlChannel::ControlChannel(Communicator& communicator, const Group& group)
