@@ -93,22 +93,16 @@ double machine_epsilon(c10::ScalarType dtype) {
   }
 }
 
-AdafactorParamState& state_of(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
-                              const at::Tensor& gradient) {
-  if (!slot) {
-    auto made = std::make_unique<AdafactorParamState>();
-    if (gradient.dim() > 1) {
-      std::vector<int64_t> rows = gradient.sizes().vec(), columns = rows;
-      rows.back() = 1;
-      columns[columns.size() - 2] = 1;
-      made->row_var(at::zeros(rows, gradient.options()));
-      made->col_var(at::zeros(columns, gradient.options()));
-    } else {
-      made->variance(at::zeros_like(gradient, at::MemoryFormat::Preserve));
-    }
-    slot = std::move(made);
+void make_moments(AdafactorParamState& state, const at::Tensor& gradient) {
+  if (gradient.dim() > 1) {
+    std::vector<int64_t> rows = gradient.sizes().vec(), columns = rows;
+    rows.back() = 1;
+    columns[columns.size() - 2] = 1;
+    state.row_var(at::zeros(rows, gradient.options()));
+    state.col_var(at::zeros(columns, gradient.options()));
+  } else {
+    state.variance(at::zeros_like(gradient, at::MemoryFormat::Preserve));
   }
-  return static_cast<AdafactorParamState&>(*slot);
 }
 
 // The mean of g^2 over `dim`, which it keeps, without a tensor of all squares.
@@ -180,16 +174,14 @@ Adafactor::Adafactor(std::vector<at::Tensor> params, AdafactorOptions defaults)
     : Adafactor({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
 at::Tensor Adafactor::step(LossClosure closure) {
-  at::NoGradGuard no_grad;
-  const at::Tensor loss = loss_of(closure);
-  for (auto& group : param_groups_) {
-    const auto& options = static_cast<const AdafactorOptions&>(group.options());
-    for_each_gradient(group, "Adafactor", [&](at::Tensor& p, const at::Tensor& gradient) {
-      if (p.numel() == 0) return;
-      update(p, gradient, state_of(state_[p.unsafeGetTensorImpl()], gradient), options);
-    });
-  }
-  return loss;
+  return step_each<AdafactorOptions>(
+      closure, "Adafactor", param_groups_,
+      [&](at::Tensor& p, const at::Tensor& gradient, const AdafactorOptions& o) {
+        if (p.numel() == 0) return;
+        auto& state = state_in<AdafactorParamState>(
+            state_[p.unsafeGetTensorImpl()], [&](auto& made) { make_moments(made, gradient); });
+        update(p, gradient, state, o);
+      });
 }
 
 void Adafactor::save(torch::serialize::OutputArchive& archive) const {

@@ -93,17 +93,6 @@ at::Tensor trust(const at::Tensor& p, const at::Tensor& update, const LambOption
                    at::Scalar(1.0));
 }
 
-LambParamState& state_of(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
-                         const at::Tensor& p) {
-  if (!slot) {
-    auto made = std::make_unique<LambParamState>();
-    made->exp_avg(at::zeros_like(p, at::MemoryFormat::Preserve));
-    made->exp_avg_sq(at::zeros_like(p, at::MemoryFormat::Preserve));
-    slot = std::move(made);
-  }
-  return static_cast<LambParamState&>(*slot);
-}
-
 void update(at::Tensor& p, const at::Tensor& gradient, LambParamState& state,
             const LambOptions& o) {
   const auto [beta1, beta2] = o.betas();
@@ -135,15 +124,15 @@ Lamb::Lamb(std::vector<at::Tensor> params, LambOptions defaults)
     : Lamb({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
 at::Tensor Lamb::step(LossClosure closure) {
-  at::NoGradGuard no_grad;
-  const at::Tensor loss = loss_of(closure);
-  for (auto& group : param_groups_) {
-    const auto& options = static_cast<const LambOptions&>(group.options());
-    for_each_gradient(group, "Lamb", [&](at::Tensor& p, const at::Tensor& gradient) {
-      update(p, gradient, state_of(state_[p.unsafeGetTensorImpl()], p), options);
-    });
-  }
-  return loss;
+  return step_each<LambOptions>(
+      closure, "Lamb", param_groups_,
+      [&](at::Tensor& p, const at::Tensor& gradient, const LambOptions& o) {
+        auto& state = state_in<LambParamState>(state_[p.unsafeGetTensorImpl()], [&](auto& made) {
+          made.exp_avg(at::zeros_like(p, at::MemoryFormat::Preserve));
+          made.exp_avg_sq(at::zeros_like(p, at::MemoryFormat::Preserve));
+        });
+        update(p, gradient, state, o);
+      });
 }
 
 void Lamb::save(torch::serialize::OutputArchive& archive) const {

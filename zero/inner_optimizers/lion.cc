@@ -55,16 +55,6 @@ void check_options(const LionOptions& o) {
               o.weight_decay());
 }
 
-LionParamState& state_of(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
-                         const at::Tensor& p) {
-  if (!slot) {
-    auto made = std::make_unique<LionParamState>();
-    made->exp_avg(at::zeros_like(p, at::MemoryFormat::Preserve));
-    slot = std::move(made);
-  }
-  return static_cast<LionParamState&>(*slot);
-}
-
 }  // namespace
 
 Lion::Lion(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LionOptions defaults)
@@ -79,20 +69,19 @@ Lion::Lion(std::vector<at::Tensor> params, LionOptions defaults)
 // Each product and each sum is rounded by itself, as in the fused kernel, which has the same bits
 // in fp32: an average that is 0 in one and not in the other would move the element by lr.
 at::Tensor Lion::step(LossClosure closure) {
-  at::NoGradGuard no_grad;
-  const at::Tensor loss = loss_of(closure);
-  for (auto& group : param_groups_) {
-    const auto& options = static_cast<const LionOptions&>(group.options());
-    const auto [beta1, beta2] = options.betas();
-    for_each_gradient(group, "Lion", [&](at::Tensor& p, const at::Tensor& gradient) {
-      at::Tensor& average = state_of(state_[p.unsafeGetTensorImpl()], p).exp_avg();
-      exact_scale(p, 1.0 - options.lr() * options.weight_decay());
-      p.add_((average * beta1).add_(gradient * (1.0 - beta1)).sign_().mul_(-options.lr()));
-      exact_scale(average, beta2);
-      average.add_(gradient * (1.0 - beta2));
-    });
-  }
-  return loss;
+  return step_each<LionOptions>(
+      closure, "Lion", param_groups_,
+      [&](at::Tensor& p, const at::Tensor& gradient, const LionOptions& o) {
+        const auto [beta1, beta2] = o.betas();
+        auto& state = state_in<LionParamState>(state_[p.unsafeGetTensorImpl()], [&](auto& made) {
+          made.exp_avg(at::zeros_like(p, at::MemoryFormat::Preserve));
+        });
+        at::Tensor& average = state.exp_avg();
+        exact_scale(p, 1.0 - o.lr() * o.weight_decay());
+        p.add_((average * beta1).add_(gradient * (1.0 - beta1)).sign_().mul_(-o.lr()));
+        exact_scale(average, beta2);
+        average.add_(gradient * (1.0 - beta2));
+      });
 }
 
 void Lion::save(torch::serialize::OutputArchive& archive) const {

@@ -9,7 +9,9 @@
 #include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 
+#include <memory>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 namespace zero {
@@ -51,6 +53,32 @@ void for_each_gradient(torch::optim::OptimizerParamGroup& group, const char* opt
     TORCH_CHECK(!gradient.is_sparse(), optimizer, ": expected dense gradients, got a sparse one");
     update(p, gradient);
   }
+}
+
+// A step() that calls update(parameter, gradient, options) for each of all groups.
+template <class Options, class Update>
+at::Tensor step_each(const torch::optim::Optimizer::LossClosure& closure, const char* optimizer,
+                     std::vector<torch::optim::OptimizerParamGroup>& groups, const Update& update) {
+  at::NoGradGuard no_grad;
+  const at::Tensor loss = loss_of(closure);
+  for (auto& group : groups) {
+    const auto& options = static_cast<const Options&>(group.options());
+    for_each_gradient(group, optimizer, [&](at::Tensor& p, const at::Tensor& gradient) {
+      update(p, gradient, options);
+    });
+  }
+  return loss;
+}
+
+// The state in `slot`, which `fill` is called with where it is new.
+template <class State, class Fill>
+State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot, const Fill& fill) {
+  if (!slot) {
+    auto made = std::make_unique<State>();
+    fill(*made);
+    slot = std::move(made);
+  }
+  return static_cast<State&>(*slot);
 }
 
 }  // namespace zero
