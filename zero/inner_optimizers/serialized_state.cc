@@ -80,10 +80,6 @@ c10::IValue from_value(const at::Tensor& tensor) {
   return tensor.item<bool>();
 }
 
-bool starts_with(const std::string& text, const std::string& start) {
-  return text.compare(0, start.size(), start) == 0;
-}
-
 // `optimizer` with one scratch parameter and nothing else, until the end.
 class Probe {
  public:
@@ -231,7 +227,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state
   std::map<std::string, c10::IValue> values;
   for (const auto& [kind, tensor] : content.tensors) values[kind] = tensor.to(parameter.device());
   for (const auto& [kind, tensor] : content.values) {
-    const bool scalar = starts_with(kind, kScalar);
+    const bool scalar = kind.starts_with(kScalar);
     const std::string key = kind.substr(kind.find(':') + 1);
     if (!scalar) {
       values[key] = from_value(tensor);

@@ -37,17 +37,11 @@ at::Tensor empty_state(const at::Tensor& segment, Moments moments) {
 }
 
 kernels::StateType state_type(const at::Tensor& stored) {
-  switch (stored.scalar_type()) {
-    case at::kFloat:
-      return kernels::StateType::kFloat;
-    case at::kBFloat16:
-      return kernels::StateType::kBFloat16;
-    case at::kByte:
-      return kernels::StateType::kInt8;
-    default:
-      TORCH_CHECK(false, "state: expected a tensor of Float, BFloat16 or Byte, got ",
-                  stored.scalar_type());
-  }
+  const c10::ScalarType type = stored.scalar_type();
+  if (type == at::kFloat) return kernels::StateType::kFloat;
+  if (type == at::kBFloat16) return kernels::StateType::kBFloat16;
+  TORCH_CHECK(type == at::kByte, "state: expected a tensor of Float, BFloat16 or Byte, got ", type);
+  return kernels::StateType::kInt8;
 }
 
 at::Tensor state_elements(const at::Tensor& stored, StateRole role, const at::Tensor& segment) {
