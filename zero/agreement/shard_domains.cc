@@ -19,30 +19,6 @@ namespace {
 
 int64_t ranks_of(const std::optional<Group>& group) { return group ? group->world_size() : 1; }
 
-// Which groups are of ranks of the mesh.
-class MeshRanks {
- public:
-  explicit MeshRanks(const Group& mesh)
-      : mesh_(mesh), ranks_(mesh.global_ranks().begin(), mesh.global_ranks().end()) {}
-
-  // Parameter groups, of which there may be thousands, share groups of ranks: each is looked at
-  // once.
-  void check_has(const Group& group, const std::string& where) {
-    if (!known_.insert(key_of(group)).second) return;
-    for (const int rank : group.global_ranks()) {
-      TORCH_CHECK(ranks_.contains(rank), where,
-                  ": expected groups of ranks of the mesh, got group \"", group.name(),
-                  "\" with rank ", rank, ", which is not in group \"", mesh_.name(),
-                  "\"; give mesh_group() all ranks that train the model together");
-    }
-  }
-
- private:
-  const Group& mesh_;
-  std::unordered_set<int> ranks_;
-  std::set<GroupKey> known_;
-};
-
 bool has(const Group& group, int rank) {
   return std::ranges::find(group.global_ranks(), rank) != group.global_ranks().end();
 }
@@ -88,10 +64,23 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
                           int64_t parameter_groups) {
   ShardDomains domains{
       group, options.mesh_group().value_or(group), {}, 0, {}, {}, true, options.two_level()};
-  MeshRanks mesh(domains.mesh);
-  mesh.check_has(group, "optimizer");
+  const std::vector<int>& all = domains.mesh.global_ranks();
+  const std::unordered_set<int> ranks_of_mesh(all.begin(), all.end());
+  // Parameter groups, of which there may be thousands, share groups of ranks: each is looked at
+  // once.
+  std::set<GroupKey> seen;
+  const auto check_in_mesh = [&](const Group& inner, const std::string& where) {
+    if (!seen.insert(key_of(inner)).second) return;
+    for (const int rank : inner.global_ranks()) {
+      TORCH_CHECK(ranks_of_mesh.contains(rank), where,
+                  ": expected groups of ranks of the mesh, got group \"", inner.name(),
+                  "\" with rank ", rank, ", which is not in group \"", domains.mesh.name(),
+                  "\"; give mesh_group() all ranks that train the model together");
+    }
+  };
+  check_in_mesh(group, "optimizer");
   if (const auto& parts = options.tensor_parts()) {
-    mesh.check_has(parts->group, "tensor_parts()");
+    check_in_mesh(parts->group, "tensor_parts()");
     TORCH_CHECK(parts->dimension != nullptr,
                 "tensor_parts(): expected a function that returns dimensions, got none");
   }
@@ -108,9 +97,9 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     const std::string where = "placement of parameter group " + std::to_string(g);
     ShardDomain domain{placement.sharded_over().value_or(group), placement.replicated_over(), 0};
     if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
-    mesh.check_has(domain.group, where);
+    check_in_mesh(domain.group, where);
     if (domain.replicas) {
-      mesh.check_has(*domain.replicas, where);
+      check_in_mesh(*domain.replicas, where);
       check_disjoint(domain.group, *domain.replicas, where);
     }
     TORCH_CHECK(placement.averaged_over() >= 0, where,
