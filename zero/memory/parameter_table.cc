@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/memory/parameter_table.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
@@ -20,13 +22,8 @@ const void* key(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl();
 
 std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  std::vector<int64_t> strides(tensor.dim());
-  int64_t stride = 1;
-  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
-    strides[d] = stride;
-    stride *= std::max<int64_t>(tensor.size(d), 1);
-  }
-  return strides;
+  const auto strides = c10::contiguous_strides(tensor.sizes());
+  return {strides.begin(), strides.end()};
 }
 
 // Reads what a module itself holds. named_parameters() makes a list and a text for each entry, at
@@ -46,12 +43,9 @@ struct MemoryRange {
   MemoryRange(Kind kind, const at::Tensor& tensor, std::string name)
       : kind(kind),
         begin(static_cast<const char*>(tensor.const_data_ptr())),
-        end(begin + tensor.element_size()),
-        name(std::move(name)) {
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-      end += (tensor.size(d) - 1) * tensor.stride(d) * tensor.element_size();
-    }
-  }
+        end(begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                     tensor.element_size())),
+        name(std::move(name)) {}
   bool may_share_with(Kind other) const {
     const bool managed = kind == kMoving || kind == kStaying;
     const bool other_managed = other == kMoving || other == kStaying;
