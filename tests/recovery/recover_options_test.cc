@@ -118,6 +118,25 @@ TEST(RecoverOptionsTest, TheRunIsTheSameOneWhenRank0IsGone) {
   EXPECT_EQ(read_manifest(parent + "/after").run, read_manifest(parent + "/before").run);
 }
 
+// What a load has read is protected when it returns, long before the next protected step.
+TEST(RecoverOptionsTest, ALoadedCheckpointIsWhatRecoverGoesBackTo) {
+  const std::string folder = fresh_folder("protected_load") + "/save";
+  std::latch connected(2);
+  run_ranks(2, [&](const Group& group) {
+    Training training;
+    training.options.bucket_bytes(900).protect(100);
+    CheckpointRun saved(training, group, 1), run(training, group, 2);
+    saved.train(0, 3);
+    saved.optimizer->save_checkpoint(folder);
+    run.optimizer->load_checkpoint(folder);
+    run.train(3, 5);
+    fail_a_connection(*run.optimizer, connected);
+    EXPECT_EQ(run.optimizer->recover().steps, 3);
+    const Snapshot expected = saved.snapshot();  // both are collective
+    EXPECT_EQ(differing(expected, run.snapshot()), 0);
+  });
+}
+
 TEST(RecoverOptionsTest, TheAverageOfTheParameters) {
   std::latch connected(3);
   run_ranks(3, [&](const Group& group) {
