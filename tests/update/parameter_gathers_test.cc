@@ -54,6 +54,13 @@ struct Rank {
       gathers.start(b, rows);
     }
   }
+  // Whether the other one of two ranks' elements of a bucket are there.
+  bool has_other_row(int64_t b) {
+    const at::Tensor row = arena.rows(b).row(1 - rank);
+    return std::ranges::all_of(flat.plan.segments(b, 1 - rank), [&](const Segment& s) {
+      return at::equal(row.narrow(0, s.offset, s.numel), part_of(updated(s.parameter), s));
+    });
+  }
   bool is_updated(int64_t p) const { return at::equal(flat.model.values[p].detach(), updated(p)); }
 
   const int rank;
@@ -132,6 +139,9 @@ TEST(ParameterGathersTest, AFewGathersOfChangesAreUnderWayUnlessTheyAreToOverlap
                        ZeroOptions().gather_wire(GatherWire::kChanges).overlap_gather(overlap));
                 ASSERT_GT(r.flat.buckets(), 6);
                 r.start();
+                int64_t under_way = 0;
+                for (int64_t b = 0; b < r.flat.buckets(); ++b) under_way += !r.has_other_row(b);
+                EXPECT_EQ(under_way, overlap ? r.flat.buckets() : 4);
                 // That of the last parameter was the first one.
                 EXPECT_EQ(r.is_updated(kParameters - 1), !overlap);
                 EXPECT_FALSE(r.is_updated(0));
