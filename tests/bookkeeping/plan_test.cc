@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <random>
 
@@ -229,6 +230,18 @@ TEST(PlanTest, BucketsAreAboutAsLargeAsAsked) {
     EXPECT_GE(plan.buckets.size(), 10u);
     EXPECT_LE(plan.buckets.size(), 12u);
   }
+}
+
+TEST(PlanTest, DefaultBucketsGrowWithTheRanksBetweenTheirBounds) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  // Ranks, and MiB on a CPU and on a GPU.
+  for (const auto& [ranks, cpu, gpu] : std::vector<std::array<int64_t, 3>>{
+           {1, 4, 32}, {16, 4, 32}, {20, 5, 32}, {256, 64, 64}, {512, 64, 128}, {4096, 64, 128}}) {
+    EXPECT_EQ(default_bucket_bytes(ranks), cpu * kMiB) << ranks;
+    EXPECT_EQ(default_bucket_bytes(ranks, /*on_gpu=*/true), gpu * kMiB) << ranks;
+  }
+  const std::vector<ParameterInfo> parameters(40, {kMiB / 4, ScalarType::Float, 0});  // 40 MiB
+  EXPECT_EQ(make_plan(parameters, {2}, {Layout::kContiguous}).buckets.size(), 10u);
 }
 
 TEST(PlanTest, MoreRanksThanElements) {
