@@ -261,7 +261,8 @@ TEST(ConnectionsTest, ADestructorWaitsForAFailureThatAnotherThreadReports) {
           over.arrive_and_wait();
           return;
         }
-        std::atomic<bool> reports = false, reported = false;
+        std::atomic<bool> former = false, reports = false, reported = false;
+        data->on_failure([&](const std::string&) { former = true; });
         data->on_failure([&](const std::string&) {
           reports = true;
           std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -275,6 +276,7 @@ TEST(ConnectionsTest, ADestructorWaitsForAFailureThatAnotherThreadReports) {
         data.reset();
         EXPECT_TRUE(reported);
         other.join();
+        EXPECT_FALSE(former) << "an action that another one replaced";
         over.arrive_and_wait();
       },
       {.timeout = std::chrono::milliseconds(500)});
