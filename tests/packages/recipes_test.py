@@ -171,8 +171,8 @@ class RecipeTest(unittest.TestCase):
                   if not flag.startswith("--linkopt")]
         self.assertEqual(sorted(asan["cacheVariables"]["CMAKE_CXX_FLAGS"].split()), sorted(theirs))
         tests = next(preset for preset in presets["testPresets"] if preset["name"] == "asan")
-        for name, value in tests["environment"].items():
-            self.assertIn(f"build:asan --test_env={name}={value}\n", (ROOT / ".bazelrc").read_text())
+        theirs = re.findall(r"^build:asan --test_env=(.*)$", (ROOT / ".bazelrc").read_text(), re.MULTILINE)
+        self.assertEqual(sorted("=".join(item) for item in tests["environment"].items()), sorted(theirs))
 
     def test_vcpkg_port_configures_with_options_that_exist(self):
         if not shutil.which("cmake"):
@@ -231,7 +231,8 @@ include("%s/packaging/vcpkg/zero/portfile.cmake")
         for name in ("license", "generator", "version", "variant", "depends_on", "conflicts"):
             scope[name] = lambda *_, **__: None
         exec(text, scope)
-        self.assertEqual(getattr(scope["Zero"], "git", f"file://{ROOT}"), f"file://{ROOT}")
+        # A release has the sum of an archive in place of a checkout.
+        self.assertTrue("sha256" in text or scope["Zero"].git == f"file://{ROOT}", text)
 
     def test_the_image_has_the_packages_of_bazelw(self):
         versions = (ROOT / "third_party/versions.env").read_text()
