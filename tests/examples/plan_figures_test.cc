@@ -7,6 +7,11 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <string>
+#include <utility>
+
+#include "tests/support/error_of.h"
+#include "tests/support/files.h"
 
 namespace zero::examples {
 namespace {
@@ -27,6 +32,20 @@ TEST(ModelShapesTest, ModelsHaveTheirPublishedNumberOfParameters) {
   EXPECT_EQ(model_shape("llama3_405b").numel(), 405853388800);
   EXPECT_EQ(model_shape("mixtral_8x7b").numel(), 46702792704);
   EXPECT_THROW(model_shape("gpt5"), c10::Error);
+}
+
+TEST(ModelShapesTest, AFileThatIsNoneIsRefusedWithItsLine) {
+  const std::string path = ::testing::TempDir() + "shapes.txt";
+  const std::pair<std::string, std::string> refused[] = {
+      {"a 3\na 4\n", "line 2: expected different names, got a twice"},
+      {"a 3 x\n", "line 1: expected a name and whole numbers"},
+      {"a -3\n", "line 1: expected sizes"},
+      {"a 2147483648 2147483648\n", "line 1: expected sizes"},
+      {"# a 3\n", "expected a parameter with elements, got none"}};
+  for (const auto& [text, error] : refused) {
+    overwrite(path, text);
+    expect_words(error_of([&] { read_shapes(path); }), {error});
+  }
 }
 
 TEST(PlanFiguresTest, MemoryIsTheFormulaUpToPadding) {
