@@ -137,7 +137,7 @@ class Job:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise AssertionError(f"{what}: not within {seconds} s, or the job ended before "
                                      f"({self.process.poll()})\n{self.text()}")
-            time.sleep(0.005)
+            time.sleep(0.05)
 
     def wait_for_ranks_to_end(self, seconds=30):
         deadline = time.monotonic() + seconds

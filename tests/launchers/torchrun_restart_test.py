@@ -24,13 +24,12 @@ class RestartTest(unittest.TestCase):
         agent = torchrun.agent(self.python, "--standalone", "--nproc-per-node",
                                str(launched_job.RANKS), "--max-restarts", "1")
 
-        def start(folder):
-            trainer = launched_job.trainer(folder, STEPS, "--resume", save_every=SAVE_EVERY)
-            return Job([*agent, *trainer], folder)
+        def trainer(folder):
+            return launched_job.trainer(folder, STEPS, "--resume", save_every=SAVE_EVERY)
 
-        with start(whole) as job:
+        with Job([*trainer(whole), "--nproc", str(launched_job.RANKS)], whole) as job:
             self.assertEqual(job.wait(), 0, job.text())
-        with start(killed) as job:
+        with Job([*agent, *trainer(killed)], killed) as job:
             job.wait_until(lambda: len(launched_job.steps_of(killed)) >= KILL_AFTER, "100 steps")
             os.kill(job.processes()[1], signal.SIGKILL)
             self.assertEqual(job.wait(), 0, job.text())
