@@ -3,7 +3,7 @@
 //
 // The jobs that recovery_test starts:
 //
-//   recovery_program <ranks> <stage> <inner> <from> <to> <folder> <timeout ms> [/<n>] [+<n>+<ms>]
+//   recovery_program <ranks> <stage> <inner> <from> <to> <folder> <timeout ms> [/<n>] [+<n>[late]]
 //   [<death>...]
 //
 // trains steps [from, to), protecting every third one; from 0, or from the checkpoint
@@ -12,10 +12,10 @@
 // step 0), "s" stops it before that step until the others have ended. <rank>@<n>m kills the rank
 // before the n-th message of its recoveries, and of joining: a value for the store, or an operation
 // of a communicator; <rank>@<n>p stops it there for 1.5 s. Survivors recover. With /<n>, so many
-// ranks are said to share a machine. With
-// +<n>+<ms>, so many of the dead are replaced, by processes that wait so long first, and steps go
-// on beyond <to> until there are <ranks> again. At the end the first rank writes
-// <folder>/step-<steps> and all that training depends on, <folder>/state-<steps>.
+// ranks are said to share a machine. With +<n>, so many of the dead are replaced, "late" by
+// processes that wait until fewer ranks have made a step, and steps go on beyond <to> until there
+// are <ranks> again. At the end the first rank writes <folder>/step-<steps> and all that training
+// depends on, <folder>/state-<steps>.
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -48,7 +48,7 @@ struct Job {
   int ranks = 0;
   int ranks_per_machine = 0;  // 0: found
   int replacements = 0;
-  std::chrono::milliseconds late{};
+  bool late = false;
   int64_t stage = 2;
   zero::Inner inner = zero::Inner::kAdamW;
   int from = 0;
@@ -164,8 +164,11 @@ int train(const Job& job) {
   if (!group.joins() && group.world_size() > 1) {
     idle = second.make_communicator("idle", zero::Purpose::kData);
   }
+  const std::string fewer = job.folder + "/fewer";
   if (group.joins()) {
-    std::this_thread::sleep_for(job.late);
+    while (job.late && access(fewer.c_str(), F_OK) != 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
     death.begin_messages();
   }
   zero::Training training;
@@ -224,6 +227,7 @@ int train(const Job& job) {
       death.at(step, 's');
       run.train(step, step + 1);
       ++step;
+      if (run.optimizer->group().world_size() < job.ranks) std::ofstream{fewer};
     } catch (const zero::CommunicationError& error) {
       say(rank, "failed: " + std::string(error.what_without_backtrace()));
       death.at(step, 'r');
@@ -257,7 +261,7 @@ int program(int argc, char** argv) {
   }
   if (!job.deaths.empty() && job.deaths[0][0] == '+') {
     job.replacements = std::stoi(job.deaths[0].substr(1));
-    job.late = std::chrono::milliseconds(std::stoi(job.deaths[0].substr(job.deaths[0].rfind('+'))));
+    job.late = job.deaths[0].ends_with("late");
     job.deaths.erase(job.deaths.begin());
   }
   zero::LaunchOptions launch;
