@@ -22,7 +22,7 @@ constexpr bool kForks = false;
 constexpr bool kForks = true;
 #endif
 
-int (*program_of_ranks)(int, char**) = nullptr;
+int (*program_of_ranks)(int, char**) = nullptr;  // of a program that has forked ranks
 
 void close_as_exec_does() {
   std::vector<int> open;
@@ -37,7 +37,7 @@ void close_as_exec_does() {
 }  // namespace
 
 void run_with_forked_ranks(int (*program)(int, char**), int argc, char** argv) {
-  program_of_ranks = program;
+  if (kForks) program_of_ranks = program;
   end_at_once(program(argc, argv));
 }
 
@@ -45,7 +45,7 @@ void run_with_forked_ranks(int (*program)(int, char**), int argc, char** argv) {
 
 // In place of the C library's, for the call of launch_local() in the forked process.
 extern "C" int execve(const char* path, char* const* arguments, char* const* variables) noexcept {
-  if (!zero::kForks || std::string_view(path) != "/proc/self/exe") {
+  if (zero::program_of_ranks == nullptr || std::string_view(path) != "/proc/self/exe") {
     return static_cast<int>(syscall(SYS_execve, path, arguments, variables));
   }
   zero::close_as_exec_does();
