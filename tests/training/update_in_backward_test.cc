@@ -723,7 +723,7 @@ TEST(UpdateInBackwardTest, AFailedPassIsAFailureOfAllRanksAndRecoverGoesOn) {
 
 // Sums and updates of the pass are on their streams still when the memory of the shard is given up.
 TEST(UpdateInBackwardTest, OnADeviceRecoverIsBehindTheUpdatesOfTheLastPass) {
-  std::latch connected(2);
+  std::latch connected(2), passed(2);
   std::vector<std::string> violations;  // rank 1 does not make the calls of the last pass
   run_device_ranks(
       2,
@@ -737,6 +737,7 @@ TEST(UpdateInBackwardTest, OnADeviceRecoverIsBehindTheUpdatesOfTheLastPass) {
         connected.arrive_and_wait();
         // Its sums wait for the other rank until the recovery ends them.
         if (group.rank() == 0) run.backward(3);
+        passed.arrive_and_wait();
         own->abort("as in a test");
         EXPECT_EQ(run.optimizer.recover().steps, 3);
         for (int n = 3; n < 5; ++n) {
