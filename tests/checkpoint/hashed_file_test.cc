@@ -187,10 +187,10 @@ TEST_F(HashedFileTest, ALargeFileIsWrittenPastThePageCacheWhereThatIsPossible) {
 TEST_F(HashedFileTest, AFileHasTheBytesOfAnyParts) {
   constexpr size_t kLarge = FileWriter::kPart;
   for (const size_t bytes : {size_t{0}, size_t{5}, kLarge - 1, kLarge, 2 * kLarge + 4096 + 5}) {
+    const std::string content = letters(bytes);
     for (const size_t part : {kLarge, kLarge + 512, size_t{1000003}}) {
       for (const size_t shift : {0, 8, 512}) {
         fs::remove(path_);
-        const std::string content = letters(bytes);
         write_from(content, part, shift);
         FileReader reader(path_);
         ASSERT_EQ(reader.size(), bytes) << part << " " << shift;

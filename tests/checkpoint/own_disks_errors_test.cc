@@ -101,13 +101,16 @@ void expect_refused(const OwnDisks& views, const std::string& name,
   });
 }
 
+// Two ranks and three take turns over the places of a file.
 TEST(OwnDisksDamageTest, ADamagedByteOnOneDiskChangesNothingOnAnyRank) {
   const std::string parent = fresh_folder("damage");
   const OwnDisks disks(parent, {0, 0, 1});
   save(disks, "step", 2);
+  int turn = 0;
   for (const int number : disks.numbers()) {
     for (const auto& entry : fs::directory_iterator(disks.disk(number) + "/step")) {
       const auto size = static_cast<std::streamoff>(entry.file_size());
+      ++turn;  // also over files
       for (const std::streamoff at : {std::streamoff{3}, size / 3, size / 2, size - 2}) {
         std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
         file.seekg(at);
@@ -118,9 +121,9 @@ TEST(OwnDisksDamageTest, ADamagedByteOnOneDiskChangesNothingOnAnyRank) {
           file.flush();
         };
         put(byte ^ 4);
-        for (const auto& views : {std::vector<int>{1, 0}, {0, 1, OwnDisks::kNone}}) {
-          expect_refused(OwnDisks(parent, views), "step", {entry.path().filename().string()});
-        }
+        const std::vector<int> two{1, 0}, three{0, 1, OwnDisks::kNone};
+        expect_refused(OwnDisks(parent, ++turn % 2 == 0 ? two : three), "step",
+                       {entry.path().filename().string()});
         put(byte);
       }
     }

@@ -259,24 +259,23 @@ TEST_P(UpdateInBackward, HasTheBitsOfARunWithoutOnADevice) {
 // Branches that ranks use or not, shared weights, frozen layers and some that are never used.
 TEST(UpdateInBackwardTest, OfAModelIsThePlainRun) {
   for (const int world_size : {1, 2, 3, 4}) {
-    for (const Layout layout : {Layout::kContiguous, Layout::kPerParameter}) {
-      SCOPED_TRACE(::testing::Message() << world_size << " ranks");
-      Training t;
-      t.world_size = world_size;
-      t.steps = 6;
-      t.reference_in_fp32 = true;
-      t.options = with(ZeroOptions().bucket_bytes(700).layout(layout));
-      t.use = [](int rank, int step, int) -> unsigned {
-        if (step == 3) return OddModelImpl::kTrunk;
-        if ((rank + step) % 3 == 1) return OddModelImpl::kTrunk | OddModelImpl::kLeft;
-        return OddModelImpl::kAll | (step == 2 ? OddModelImpl::kLeftAgain : 0U);
-      };
-      const Trajectory sharded = train_on_ranks(t);
-      EXPECT_LE(largest_difference(sharded, train_reference(t)), 1e-5);
-      Training usual = t;
-      usual.options = without(ZeroOptions().bucket_bytes(700).layout(layout));
-      EXPECT_EQ(differing_elements(sharded, train_on_ranks(usual)), 0);
-    }
+    SCOPED_TRACE(::testing::Message() << world_size << " ranks");
+    const auto buckets = ZeroOptions().bucket_bytes(700).layout(
+        world_size % 2 == 0 ? Layout::kContiguous : Layout::kPerParameter);
+    Training t;
+    t.world_size = world_size;
+    t.steps = 6;
+    t.reference_in_fp32 = true;
+    t.options = with(buckets);
+    t.use = [](int rank, int step, int) -> unsigned {
+      if (step == 3) return OddModelImpl::kTrunk;
+      if ((rank + step) % 3 == 1) return OddModelImpl::kTrunk | OddModelImpl::kLeft;
+      return OddModelImpl::kAll | (step == 2 ? OddModelImpl::kLeftAgain : 0U);
+    };
+    const Trajectory sharded = train_on_ranks(t);
+    EXPECT_LE(largest_difference(sharded, train_reference(t)), 1e-5);
+    t.options = without(buckets);
+    EXPECT_EQ(differing_elements(sharded, train_on_ranks(t)), 0);
   }
 }
 
@@ -422,7 +421,7 @@ const Case kUsual{.name = "", .options = small(), .some = false};
 TEST(UpdateInBackwardTest, OnADeviceNoShardsAreKept) {
   for (const int world_size : {1, 2}) {
     run_device_ranks(world_size, [](const Group& group) {
-      const Held updated = held(group, true, 64 * 1024);
+      const Held updated = held(group, true, 16 * 1024);
       EXPECT_EQ(updated.report.gradient_shards, 0);
       EXPECT_EQ(without_buckets(updated.report), without_buckets(updated.expected));
     });
