@@ -210,7 +210,7 @@ TEST_P(NoMemory, EveryRankHasAnErrorOrGoesOnRight) {
   const std::vector<Outcome> right = train_both(kNever, kNever);
   ASSERT_FALSE(right[0].parameters.empty());
   // What the options have in common is seen without them. The long test has all.
-  const int64_t stride = is_long() ? 1 : GetParam().name == "stage_2" ? 2 : 4;
+  const int64_t stride = is_long() ? 1 : GetParam().name == "stage_2" ? 3 : 6;
   const int64_t offset = static_cast<int64_t>(GetParam().name.size()) % stride;
   for (int64_t n = offset; n < right[1].allocations; n += stride) {
     SCOPED_TRACE(c10::str("allocation ", n, " of rank 1 fails"));
@@ -406,7 +406,7 @@ TEST_P(NoMemoryBeside, NoRankWaitsInVain) {
   // First without a failure. Calls that make hundreds of allocations make most of them in a loop.
   // Over sockets a run takes most of its time to connect.
   const bool over_sockets = GetParam().name == "freeze";
-  const auto stride = [&] { return is_long() ? 1 : allocations < 40 && !over_sockets ? 1 : 3; };
+  const auto stride = [&] { return is_long() ? 1 : over_sockets ? 5 : allocations < 40 ? 1 : 3; };
   for (int64_t n = -1; n < allocations; n += n < 0 ? 1 : stride()) {
     SCOPED_TRACE(c10::str("allocation ", n, " of rank 1 fails"));
     const std::string own = folder + "/" + std::to_string(n);
