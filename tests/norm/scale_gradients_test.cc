@@ -42,10 +42,13 @@ TEST(ScaleGradientsTest, BothWaysMultiplyByTheFactorOfTheClip) {
         }
       };
       std::vector<at::Tensor> host = make(), device = make();
-      scale_by_host_norm(host, 1.5, norm);
-      scale_by_device_norm(device, 1.5, at::full({}, norm, at::kDouble));
+      scale_by_norm(host, 1.5, at::full({}, norm, at::kDouble), true);
+      scale_by_norm(device, 1.5, at::full({}, norm, at::kDouble), false);
       expect_scaled(host);
       expect_scaled(device);
+      for (size_t i = 0; i < host.size() && host[i].element_size() > 2; ++i) {
+        EXPECT_TRUE(host[i].equal(make()[i].mul_(factor)));
+      }
       if (factor == 1.0) {
         for (size_t i = 0; i < device.size(); ++i) EXPECT_TRUE(device[i].equal(make()[i]));
       }
@@ -57,8 +60,9 @@ TEST(ScaleGradientsTest, BothWaysMultiplyByTheFactorOfTheClip) {
 TEST(ScaleGradientsTest, ManyValuesOf16BitsAreEachScaledOnce) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const at::Tensor host = at::ones({(1 << 18) + 8}, dtype), device = host.clone();
-    scale_by_host_norm({host}, 1.0, 2.0);  // 0.49999975 rounds to 0.5
-    scale_by_device_norm({device}, 1.0, at::full({}, 2.0, at::kDouble));
+    // 0.49999975 rounds to 0.5
+    scale_by_norm({host}, 1.0, at::full({}, 2.0, at::kDouble), true);
+    scale_by_norm({device}, 1.0, at::full({}, 2.0, at::kDouble), false);
     for (const at::Tensor& t : {host, device}) EXPECT_TRUE(t.eq(0.5).all().item<bool>()) << dtype;
   }
 }

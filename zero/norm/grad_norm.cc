@@ -217,15 +217,8 @@ at::Tensor clip_grad_norm_(const std::vector<GradNormGroup>& groups, std::option
   if (max_norm) {
     const bool host = std::all_of(groups.begin(), groups.end(),
                                   [](const GradNormGroup& g) { return g.device.is_cpu(); });
-    if (host) {
-      const double known = norm.item<double>();
-      for (const GradNormGroup& group : groups) {
-        scale_by_host_norm(gradients_of(group), *max_norm, known);
-      }
-    } else {
-      for (const GradNormGroup& group : groups) {
-        scale_by_device_norm(gradients_of(group), *max_norm, norm);
-      }
+    for (const GradNormGroup& group : groups) {
+      scale_by_norm(gradients_of(group), *max_norm, norm, host);
     }
   }
   return norm;

@@ -3,6 +3,7 @@
 #include "zero/norm/scale_gradients.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 
@@ -12,9 +13,8 @@ namespace zero {
 namespace {
 
 // In fp32: a product of a 16-bit tensor and a number rounds the number to 16 bits first, which is
-// wrong by up to 0.4 % in bf16. `factor` is a double or a 0-dim fp32 tensor.
-template <typename Factor>
-void scale_16_bit(const at::Tensor& gradient, const Factor& factor) {
+// wrong by up to 0.4 % in bf16. `factor` is a 0-dim fp32 tensor.
+void scale_16_bit(const at::Tensor& gradient, const at::Tensor& factor) {
   at::Tensor target = gradient;
   if (!gradient.is_non_overlapping_and_dense()) {
     target.copy_(gradient.to(at::kFloat).mul_(factor));
@@ -30,23 +30,18 @@ void scale_16_bit(const at::Tensor& gradient, const Factor& factor) {
 
 }  // namespace
 
-void scale_by_host_norm(const std::vector<at::Tensor>& gradients, double max_norm, double norm) {
-  const double factor = max_norm / (norm + 1e-6);
-  if (factor >= 1.0) return;
-  for (const at::Tensor& gradient : gradients) {
-    if (gradient.element_size() == 2) {
-      scale_16_bit(gradient, factor);
-    } else {
-      gradient.mul_(factor);
-    }
-  }
-}
-
-void scale_by_device_norm(const std::vector<at::Tensor>& gradients, double max_norm,
-                          const at::Tensor& norm) {
+void scale_by_norm(const std::vector<at::Tensor>& gradients, double max_norm,
+                   const at::Tensor& norm, bool host) {
   if (gradients.empty()) return;
-  const at::Tensor factor =
-      norm.to(gradients.front().device()).add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
+  at::Tensor factor;
+  if (host) {
+    const double known = max_norm / (norm.item<double>() + 1e-6);
+    if (known >= 1.0) return;
+    factor = at::full({}, known, at::kDouble);
+  } else {
+    factor =
+        norm.to(gradients.front().device()).add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
+  }
   const at::Tensor rounded = factor.to(at::kFloat);
   for (const at::Tensor& gradient : gradients) {
     if (gradient.scalar_type() == at::kDouble) {

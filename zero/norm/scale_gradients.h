@@ -12,11 +12,9 @@
 
 namespace zero {
 
-// A factor of 1 touches nothing.
-void scale_by_host_norm(const std::vector<at::Tensor>& gradients, double max_norm, double norm);
-// `norm` is 0-dim fp64 on any device. Waits for no device, and so always multiplies: a factor of 1
-// leaves every bit.
-void scale_by_device_norm(const std::vector<at::Tensor>& gradients, double max_norm,
-                          const at::Tensor& norm);
+// `norm` is 0-dim fp64 on any device. With `host` it is read, and a factor of 1 touches nothing.
+// Without, nothing waits for a device, and so all are multiplied: a factor of 1 leaves every bit.
+void scale_by_norm(const std::vector<at::Tensor>& gradients, double max_norm,
+                   const at::Tensor& norm, bool host);
 
 }  // namespace zero
