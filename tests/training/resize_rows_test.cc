@@ -208,7 +208,9 @@ void run_case(const Group& group, const Case& c) {
   for (const int64_t rows : {61, 20, 1, 44}) {
     SCOPED_TRACE(rows);
     const int64_t before = parameters[0].size(0);
-    const at::Tensor from = random_rows(before, rows, static_cast<uint64_t>(rows), true);
+    at::Tensor from = random_rows(before, rows, static_cast<uint64_t>(rows), true);
+    // A column of a tensor, whose other one differs between ranks.
+    if (rows == 44) from = at::stack({from, at::full_like(from, group.rank())}, 1).select(1, 0);
     // Row 0 goes on with the state of another row, but has a value of its own.
     at::Tensor kept = from.ge(0).to(at::kLong);
     kept[0] = 0;
@@ -216,7 +218,7 @@ void run_case(const Group& group, const Case& c) {
     for (size_t i = 0; i < 2; ++i) {
       at::Tensor values = selected(parameters[i].detach().to(at::kFloat), from, 0.5);
       values[0] = 0.375;
-      changes.push_back({parameters[i], from, values});
+      changes.push_back({parameters[i], from, i == 0 ? values.to(at::kDouble) : values});
       plain.resize(i, from, values, kept);
     }
     const at::Tensor others = random_rows(before, rows, 5, false);
@@ -337,9 +339,14 @@ TEST(ResizeRowsTest, WhatComesAfterKnowsTheNewSize) {
       ZeroOptimizer optimizer(points.list, make(Kind::kAdamW, p), group, options);
       step(optimizer, p, 0);
       const at::Tensor rows = random_rows(37, 50, 3, false);
+      // Of gradients, of which a change of parameters sends none.
+      const auto bytes = [&] { return optimizer.stats().data.exchange_bytes_sent; };
+      const int64_t before = bytes();
       optimizer.resize_rows({{p[0], rows}, {p[1], rows}, {p[2], rows}});
+      EXPECT_EQ(bytes(), before);
       step(optimizer, p, 1);
       optimizer.freeze({p[1]});
+      EXPECT_EQ(bytes(), 0);
       step(optimizer, {p[0], p[1].detach(), p[2], p[3]}, 2);
       optimizer.unfreeze({p[1]});
       step(optimizer, p, 3);
