@@ -203,7 +203,8 @@ class InspectCheckpointTest(unittest.TestCase):
                       "--checkpoints", folder)
         self.assertEqual(trained.returncode, 0, trained.stderr)
         parameters = int(re.search(r"model: (\d+) parameters", trained.stdout).group(1))
-        shown = run("inspect_checkpoint", folder).stdout
+        exported = folder / "model.safetensors"
+        shown = run("inspect_checkpoint", folder, exported).stdout
         # The manifest is not in its own list.
         files = list((folder / "step-2").glob("*.safetensors"))
         size = sum(path.stat().st_size for path in files)
@@ -211,6 +212,14 @@ class InspectCheckpointTest(unittest.TestCase):
         self.assertIn(f"in all {len(files)} files, {size} bytes; {size / parameters:.2f} bytes for "
                       f"each of {parameters} parameters", shown)
         self.assertIn("all checksums match", shown)
+        self.assertGreater(exported.stat().st_size, 4 * parameters)
+        content = bytearray(files[0].read_bytes())
+        content[-5] ^= 4
+        files[0].write_bytes(content)
+        damaged = run("inspect_checkpoint", folder / "step-2")
+        self.assertEqual(damaged.returncode, 1)
+        self.assertIn(files[0].name, damaged.stderr)
+        self.assertNotIn("match", damaged.stdout)
 
 
 if __name__ == "__main__":
