@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # What train_gpt writes beside the model: metrics by step that plot_metrics.py reads, and a
-# trace with the training's own ranges and libtorch's.
+# trace with the training's own ranges and libtorch's. The same runs show that a batch may be cut.
 set -u
 program=examples/train_gpt/train_gpt
 work=$(mktemp -d "${TEST_TMPDIR:-/tmp}/outputs.XXXXXX")
@@ -98,12 +98,27 @@ else
   [ $status -ne 0 ] && grep -q "pip install tensorboardX" "$work/out" || fail "--tensorboard: $(cat "$work/out")"
 fi
 
-# Two runs in one picture, of which one was resumed on another number of ranks.
-$program $common --steps 6 --metrics "$work/other" --checkpoints "$work/saved" --save-every 3 \
+# Two runs in one picture, of which one was resumed on another number of ranks. However a batch is
+# cut into micro-batches, it has one loss and one norm, up to rounding.
+$program $common --accumulate 2 --steps 6 --metrics "$work/other" --checkpoints "$work/saved" --save-every 3 \
   > "$work/out" 2>&1 || fail "$(cat "$work/out")"
 rm -r "$work/saved/step-6"
-$program ${common/--nproc 2/--nproc 1} --steps 6 --metrics "$work/other" --checkpoints "$work/saved" --resume \
-  > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+$program ${common/--nproc 2/--nproc 1} --accumulate 4 --steps 6 --metrics "$work/other" \
+  --checkpoints "$work/saved" --resume > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+python3 - "$work" << 'END' || fail "losses and norms of batches that are cut"
+import json, pathlib, sys
+def steps(path):
+    lines = [json.loads(line) for line in path.open()]
+    return {line["step"]: line for line in lines if "step" in line}
+work = pathlib.Path(sys.argv[1])
+whole = steps(work / "metrics/steps-0.jsonl")
+for name, first in ("steps-0.jsonl", 1), ("steps-3.jsonl", 4):
+    cut = steps(work / "other" / name)
+    assert list(cut) == list(range(first, 7)), cut
+    for step, line in cut.items():
+        for key in "loss", "gradient_norm":
+            assert abs(line[key] / whole[step][key] - 1) < 1e-4, (name, line, whole[step])
+END
 if python3 -c "import matplotlib" 2> /dev/null; then
   python3 examples/train_gpt/plot_metrics.py "$work/metrics" "$work/other" --out "$work/two.png" \
     > "$work/out" 2>&1 && [ -s "$work/two.png" ] || fail "plot of two runs: $(cat "$work/out")"
@@ -115,12 +130,25 @@ $program ${without_batch/--nproc 2/--nproc 3} --steps 2 > "$work/out" 2>&1 ||
   fail "three ranks with defaults: $(cat "$work/out")"
 grep -q "with a billion parameters in bf16: [0-9.]* GB on each of 3 ranks, 16.0 GB" "$work/out" ||
   fail "the memory of a billion parameters: $(cat "$work/out")"
-$program ${common/--sample-bytes 0/--sample-bytes 20} --steps 10 > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+$program ${common/--sample-bytes 0/--sample-bytes 20} --steps 10 --prompt "Or else" --temperature 0.5 \
+  --update-in-backward --optimizer lion --lr 0.003 --log "$work/lion.jsonl" > "$work/out" 2>&1 ||
+  fail "$(cat "$work/out")"
 [ "$(grep -c "^sample" "$work/out")" -eq 3 ] || fail "three samples: $(cat "$work/out")"
+[ "$(grep -c "^Or else" "$work/out")" -eq 3 ] || fail "samples of a prompt: $(cat "$work/out")"
 
 $program $common --steps 2 --trace "$work/no/such/folder.json" > "$work/out" 2>&1
 [ $? -eq 2 ] && grep -q "cannot write" "$work/out" || fail "a trace that cannot be written: $(cat "$work/out")"
 # Fewer steps than it would skip: the last one is traced.
-$program $common --steps 2 --trace "$work/short.json" > "$work/out" 2>&1 || fail "$(cat "$work/out")"
+$program $common --steps 2 --trace "$work/short.json" --accumulate 2 --dtype bfloat16 \
+  --gradient-shards bfloat16 --log "$work/short.jsonl" > "$work/out" 2>&1 || fail "$(cat "$work/out")"
 grep -q '"train_gpt::step"' "$work/short.json" || fail "a short run has no trace"
+python3 - "$work" << 'END' || fail "losses in bfloat16 and of updates in backward"
+import json, pathlib, sys
+def steps(path):
+    return [json.loads(line) for line in (pathlib.Path(sys.argv[1]) / path).open()][1:]
+whole, short, lion = map(steps, ("metrics/steps-0.jsonl", "short.jsonl", "lion.jsonl"))
+for key in "loss", "gradient_norm":
+    assert abs(short[0][key] / whole[0][key] - 1) < 0.05, (short[0], whole[0])
+assert len(lion) == 10 and lion[-1]["loss"] < lion[0]["loss"] - 0.5, lion
+END
 echo "metrics, trace and plot are as they should be"
