@@ -195,7 +195,7 @@ int train(const std::string& folder) {
     std::printf("%d ranks and one process differ by at most %.1e in a norm, %.1e in a parameter\n",
                 world.world_size(), norm_gap, gap);
   }
-  return norm_gap < 1e-3 && gap < 0.2 * kLearningRate ? 0 : 1;
+  return norm_gap < 1e-5 && gap < 1e-4 ? 0 : 1;
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ int train() {
     std::printf("%d ranks and one process differ by at most %.1e in a parameter\n",
                 group.world_size(), gap);
   }
-  return gap < 0.2 * kLearningRate ? 0 : 1;
+  return gap < 1e-5 ? 0 : 1;
 }
 
 }  // namespace
