@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import socket
 import time
 import unittest
 from pathlib import Path
@@ -222,6 +223,27 @@ class HostsFaultTest(unittest.TestCase):
                  timeout=LONG_TIMEOUT),
             Case([(0, "set_rate", 0, "10mbit")], set(), hosts=3, rate="200mbit", steps=15,
                  timeout=LONG_TIMEOUT))
+
+    def test_addresses_that_other_hosts_cannot_use_are_told_so_at_once(self):
+        network = simulated_hosts.NETWORK
+        # As of Debian, whose machines have their names at a loopback address, and of two families.
+        for addresses in (["127.0.1.1", "127.0.1.1"], [network + "1", "fd77::2"]):
+            folder = training_job.new_folder()
+            for host, address in enumerate(addresses):
+                (folder / f"hosts-{host}").write_text(f"{address} {socket.gethostname()}\n")
+            script = 'mount --bind "$0/hosts-$GROUP_RANK" /etc/hosts && exec "$@"'
+            command = ["sh", "-c", script, folder, *training_job.command(folder, 1)]
+            with simulated_hosts.SimulatedHosts(2, 1) as simulated:
+                simulated.hosts[1].call("ip", "address", "add", "fd77::2/64", "nodad", "dev",
+                                        simulated_hosts.INTERFACE)
+                job = simulated.start(command, folder, {
+                    "GLOO_SOCKET_IFNAME": "", "ZERO_TIMEOUT": f"{2 * LONG_TIMEOUT}s"})
+                self.assertTrue(job.wait(LONG_TIMEOUT), f"{addresses}: {job.failures()}")
+            for rank in job.ranks:
+                self.assertEqual(rank.status, 1, addresses)
+                errors = rank.errors.read_text(errors="replace")
+                self.assertIn("Gloo listens at", errors)
+                self.assertIn("set GLOO_SOCKET_IFNAME on each", errors)
 
     def test_a_link_that_is_too_slow_for_the_timeout(self):
         # An exchange takes 5 s. Those that are short may succeed before, each in its own time.

@@ -144,6 +144,26 @@ void bound_writes(const std::vector<int>& descriptors) {
   }
 }
 
+// Returns what to do about `error` where Gloo listens at an address that ranks of other machines
+// cannot use; empty for other errors. `epoll` is that of the device.
+std::string address_advice(const std::string& error, int epoll) {
+  std::string own = "an unknown address";
+  for (const int descriptor : watched_by(epoll)) {
+    int listens = 0;
+    socklen_t size = sizeof(listens);
+    if (getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) == 0 && listens != 0) {
+      own = address_of(descriptor, getsockname);
+    }
+  }
+  const auto has = [&](const char* words) { return error.find(words) != std::string::npos; };
+  const bool is_loopback = own.starts_with("127.") || own == "::1" || has("remote=[127.");
+  const bool two_families = has("ss_family");  // IPv4 and IPv6
+  if (!two_families && !(is_loopback && has("connect"))) return {};
+  return c10::str("Gloo listens at ", own,
+                  ": if ranks are on several machines, set GLOO_SOCKET_IFNAME on each to the "
+                  "interface that reaches the others, or InitOptions::hostname to its address");
+}
+
 // A socket that is known again after its number may have been given to another one.
 struct Connection {
   int descriptor;
@@ -270,8 +290,16 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   // For collectives, which nothing here calls. With more, c10d ends the process where it can start
   // one of them and not the next.
   options->threads = 1;
-  auto backend =
-      c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
+  c10::intrusive_ptr<c10d::Backend> backend;
+  try {
+    backend =
+        c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, std::move(options));
+  } catch (const std::exception& error) {
+    const std::string line = error_line(error);
+    const std::string advice = hostname.empty() ? address_advice(line, device.epoll) : "";
+    if (advice.empty()) throw;
+    throw_communication_error(c10::str(line, ". ", advice));
+  }
   backend->setTimeout(timeout);
   // All connections are there: Gloo makes none later.
   descriptors.close_watched_on_exec();

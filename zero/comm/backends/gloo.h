@@ -26,7 +26,8 @@ namespace zero {
 // GLOO_SOCKET_IFNAME names, or else on the address that the machine's own name
 // resolves to. Several interfaces are refused: Gloo would send all data over the
 // first, and a failed rank could not close the connections of the others. So is one that this
-// machine does not have.
+// machine does not have. An error of connections at a loopback address, or at addresses of IPv4
+// and IPv6, says what to set.
 //
 // The first call makes this process ignore SIGPIPE unless it handles it: Gloo
 // would let a peer that ends take this process with it, without a message.
