@@ -42,7 +42,7 @@
 #include <utility>
 #include <vector>
 
-#include "tests/support/end_at_once.h"
+#include "tests/support/forked_ranks.h"
 #include "tests/support/random_tensors.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint_options.h"
@@ -530,11 +530,9 @@ int train(int64_t last) {
   return 0;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 4) return 2;
-  zero::end_at_once(zero::launch_local(std::atoi(argv[1]), [&] {
+  return zero::launch_local(std::atoi(argv[1]), [&] {
     if (chdir(argv[3]) != 0) std::perror(argv[3]);
     const std::string what = argv[2];
     if (what == "loop") return train_in_a_loop();
@@ -548,5 +546,9 @@ int main(int argc, char** argv) {
     if (what == "bits") return train_micro_batches();
     if (what == "tokens") return train_on_unequal_batches();
     return train(std::atoll(argv[2]));
-  }));
+  });
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { zero::run_with_forked_ranks(program, argc, argv); }
