@@ -24,6 +24,8 @@ constexpr bool kForks = true;
 
 int (*program_of_ranks)(int, char**) = nullptr;  // of a program that has forked ranks
 
+}  // namespace
+
 void close_as_exec_does() {
   std::vector<int> open;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -33,8 +35,6 @@ void close_as_exec_does() {
     if (fcntl(descriptor, F_GETFD) == FD_CLOEXEC) close(descriptor);
   }
 }
-
-}  // namespace
 
 void run_with_forked_ranks(int (*program)(int, char**), int argc, char** argv) {
   if (kForks) program_of_ranks = program;

@@ -13,4 +13,7 @@ namespace zero {
 // is an exec.
 [[noreturn]] void run_with_forked_ranks(int (*program)(int, char**), int argc, char** argv);
 
+// For a process that goes on behind a fork: closes what an exec would close.
+void close_as_exec_does();
+
 }  // namespace zero

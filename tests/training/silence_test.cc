@@ -13,14 +13,19 @@
 #include <array>
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <future>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/error_of.h"
+#include "tests/support/forked_ranks.h"
 #include "tests/support/free_port.h"
 #include "tests/support/run_program.h"
+#include "tests/training/silence_rank.h"
 
 namespace zero {
 namespace {
@@ -38,7 +43,7 @@ std::string program() { return path_in("SILENCE_PROGRAM", "tests/training/silenc
 struct Death {
   int world_size;
   int victim;
-  std::string how;  // As silence_program takes it; "never" for a rank that is not started.
+  std::string how;  // As silence_rank() takes it; "never" for a rank that is not started.
   std::string where;
   int seconds_late = 0;  // Of rank 0.
   std::string text() const {
@@ -71,25 +76,27 @@ void take_output(Rank& rank) {
   rank.ended = Clock::now();
 }
 
+// Without an exec, since libtorch is loaded here. It ends as a program does.
 Rank start(int rank, const Death& death, uint16_t port) {
   std::array<int, 2> pipe{};
   EXPECT_EQ(pipe2(pipe.data(), O_CLOEXEC), 0);
-  const std::string command = "sleep " + std::to_string(rank == 0 ? death.seconds_late : 0) +
-                              "; RANK=" + std::to_string(rank) +
-                              " WORLD_SIZE=" + std::to_string(death.world_size) +
-                              " LOCAL_WORLD_SIZE=" + std::to_string(death.world_size) +
-                              " LOCAL_RANK=" + std::to_string(rank) +
-                              " MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port) +
-                              " exec " + program() + " " + std::to_string(kTimeout) + " " +
-                              std::to_string(death.victim) + " " + death.how + " " + death.where;
+  const std::pair<const char*, std::string> variables[] = {
+      {"RANK", std::to_string(rank)},
+      {"LOCAL_RANK", std::to_string(rank)},
+      {"WORLD_SIZE", std::to_string(death.world_size)},
+      {"LOCAL_WORLD_SIZE", std::to_string(death.world_size)},
+      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_PORT", std::to_string(port)}};
   Rank result;
   result.from = pipe[0];
   result.pid = fork();
   if (result.pid == 0) {
     dup2(pipe[1], STDOUT_FILENO);
     dup2(pipe[1], STDERR_FILENO);
-    execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
-    _exit(127);
+    close_as_exec_does();
+    for (const auto& [name, value] : variables) setenv(name, value.c_str(), /*overwrite=*/1);
+    if (rank == 0) std::this_thread::sleep_for(std::chrono::seconds(death.seconds_late));
+    std::exit(silence_rank(kTimeout, death.victim, death.how, death.where));
   }
   close(pipe[1]);
   return result;
