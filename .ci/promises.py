@@ -19,17 +19,34 @@ def cases_by_file():
             for path in ROOT.glob("tests/**/*_test.cc")}
 
 
-def manual_files():
-    """The test files that no rule runs without being asked to."""
-    run, manual = set(), set()
+def test_rules():
+    """(its BUILD file, the rule) of each target that is a test."""
     for build in ROOT.glob("tests/*/BUILD"):
         for rule in ast.walk(ast.parse(build.read_text())):
             if isinstance(rule, ast.Call) and getattr(rule.func, "id", "").endswith("_test"):
-                words = {word.value for word in ast.walk(rule)
-                         if isinstance(word, ast.Constant) and isinstance(word.value, str)}
-                files = {f"{build.parent.name}/{word.removesuffix('.cc')}" for word in words
-                         if re.fullmatch(r"\w+_test(\.cc)?", word)}
-                (manual if "manual" in words else run).update(files)
+                yield build, rule
+
+
+def shared_targets():
+    """{test file: its target} of files that are one target with others."""
+    targets = {}
+    for build, rule in test_rules():
+        room, given = build.parent.name, {word.arg: word.value for word in rule.keywords}
+        sources = ast.literal_eval(given["sources"]) if "sources" in given else []
+        if len(sources) > 1:
+            targets |= {f"{room}/{file}": f"//tests/{room}:{given['name'].value}" for file in sources}
+    return targets
+
+
+def manual_files():
+    """The test files that no rule runs without being asked to."""
+    run, manual = set(), set()
+    for build, rule in test_rules():
+        words = {word.value for word in ast.walk(rule)
+                 if isinstance(word, ast.Constant) and isinstance(word.value, str)}
+        files = {f"{build.parent.name}/{word.removesuffix('.cc')}" for word in words
+                 if re.fullmatch(r"\w+_test(\.cc)?", word)}
+        (manual if "manual" in words else run).update(files)
     return manual - run
 
 

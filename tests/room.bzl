@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets of tests/<room>/: each is called after its source and depends on the room that it tests.
 
-A target names what it needs besides: `support` are libraries of //tests/support, `deps` all others.
+Small ones of a room and of the same tags are one target, <room>_test: most of their time is that in
+which a program loads libtorch. A target names what it needs besides: `support` are libraries of //tests/support, `deps` all others.
 """
 
 load("//third_party:zero.bzl", "zero_cc_binary", "zero_cc_library", "zero_cc_test")
@@ -47,7 +48,7 @@ def _deps(room, support, deps):
 def room_test(
         name,
         size = None,
-        source = None,
+        sources = None,
         srcs = [],
         support = [],
         deps = [],
@@ -57,12 +58,12 @@ def room_test(
         room = True,
         long = None,
         **kwargs):
-    """A GoogleTest in <name>.cc, which may have a main() of its own.
+    """GoogleTests in <name>.cc, which may have a main() of its own, or in `sources`.
 
     Args:
       name: of the test, and of its source.
       size: small, medium or large: see tests/README.md. Of rooms that train, medium if not given.
-      source: the name of the source, where it is not that of the test.
+      sources: the names of the sources, where that of the test is none.
       srcs: sources and headers besides.
       support: libraries of //tests/support.
       deps: other libraries.
@@ -75,7 +76,7 @@ def room_test(
       **kwargs: as for cc_test.
     """
     size = size or ("medium" if _room() in _MEDIUM else "small")
-    kwargs["srcs"] = [(source or name) + ".cc"] + srcs
+    kwargs["srcs"] = [source + ".cc" for source in sources or [name]] + srcs
     kwargs["deps"] = _deps(room, support + ["test_main"], deps)
     kwargs["optimized"] = _room() in _OPTIMIZED
     cpu_tags = ["cpu:%d" % cpus] if cpus > 1 else []
