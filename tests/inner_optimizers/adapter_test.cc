@@ -240,12 +240,12 @@ TEST_P(AdapterTest, IsFoundForItsClassAlone) {
 
 TEST_P(AdapterTest, OptionsComeBackByName) {
   const Kind& k = GetParam();
-  EXPECT_EQ(stored_option_values(*k.options), k.values);
+  EXPECT_EQ(k.adapter().option_values(*k.options), k.values);
   const auto fresh = k.defaults->clone();
-  EXPECT_FALSE(equal_options(*fresh, *k.options));
-  set_option_values(*fresh, k.values);
-  EXPECT_TRUE(equal_options(*fresh, *k.options));
-  EXPECT_EQ(stored_option_values(*fresh), k.values);
+  EXPECT_FALSE(k.adapter().equal_options(*fresh, *k.options));
+  k.adapter().set_option_values(*fresh, k.values);
+  EXPECT_TRUE(k.adapter().equal_options(*fresh, *k.options));
+  EXPECT_EQ(k.adapter().option_values(*fresh), k.values);
   EXPECT_EQ(options_text(*fresh).find("lr 0.25 "), 0) << options_text(*fresh);
 }
 
@@ -257,9 +257,9 @@ TEST_P(AdapterTest, EachOptionIsSetByItsOwnNameAndTheOthersStay) {
     Values expected = k.values;
     // Truth values among them.
     expected[i].second = expected[i].second == 0.0 ? 1.0 : 0.0;
-    set_option_values(*changed, {expected[i], {"no option of this class", 5.0}});
-    EXPECT_EQ(stored_option_values(*changed), expected);
-    EXPECT_FALSE(equal_options(*changed, *k.options));
+    k.adapter().set_option_values(*changed, {expected[i], {"no option of this class", 5.0}});
+    EXPECT_EQ(k.adapter().option_values(*changed), expected);
+    EXPECT_FALSE(k.adapter().equal_options(*changed, *k.options));
     EXPECT_NE(options_text(*changed), options_text(*k.options));
   }
 }
@@ -273,18 +273,19 @@ TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
   ASSERT_TRUE(state.has_value());
   EXPECT_EQ(names_of(*state), k.tensors);
   Names visited;
-  visit_state_tensors(*optimizer->state().begin()->second,
-                      [&](const char* name, const at::Tensor& tensor) {
-                        visited.push_back(name);
-                        EXPECT_EQ(tensor.nbytes(), 28);
-                      });
+  k.adapter().visit_tensors(*optimizer->state().begin()->second,
+                            [&](const char* name, const at::Tensor& tensor) {
+                              visited.push_back(name);
+                              EXPECT_EQ(tensor.nbytes(), 28);
+                            });
   EXPECT_EQ(visited, k.tensors);
   InnerState copy = *state;
   for (auto& [name, tensor] : copy.tensors) tensor = tensor.clone();
 
   const at::Tensor other = p.detach().clone().requires_grad_();
   const auto resumed = k.make(other);
-  resumed->state()[other.unsafeGetTensorImpl()] = make_inner_state(*resumed, 0, other, copy);
+  resumed->state()[other.unsafeGetTensorImpl()] =
+      k.adapter().make_state(*resumed, 0, other, copy, Moments::kFloat32);
   steps(*optimizer, p, 3, 6);
   steps(*resumed, other, 3, 6);
   EXPECT_TRUE(at::equal(p, other));
@@ -299,7 +300,7 @@ TEST_P(AdapterTest, StateHasTheNamesOfItsAccessorsAndGoesOnInEveryBit) {
     EXPECT_EQ(again->values[0].first, "step");
     EXPECT_EQ(again->values[0].second.item<int64_t>(), 6);
   }
-  EXPECT_EQ(required_state(*optimizer, 0), k.required);
+  EXPECT_EQ(k.adapter().required_state(), k.required);
 }
 
 TEST_P(AdapterTest, StateThatTheClassDoesNotHaveIsRefused) {
@@ -307,7 +308,7 @@ TEST_P(AdapterTest, StateThatTheClassDoesNotHaveIsRefused) {
   const at::Tensor p = parameter(k.sizes);
   const auto optimizer = k.make(p);
   const auto refused = [&](const InnerState& state) {
-    return error_of([&] { make_inner_state(*optimizer, 0, p, state); });
+    return error_of([&] { k.adapter().make_state(*optimizer, 0, p, state, Moments::kFloat32); });
   };
   expect_words(refused({{{"hessian", at::ones({7})}}, {}}),
                {"expected tensors that " + k.name + " has", "hessian"});
@@ -373,9 +374,9 @@ TEST_P(AdapterTest, TheFusedUpdateFollowsTheStepOfTheClassAndKeepsItsState) {
 // Checkpoints of earlier versions have no ns_bf16.
 TEST(MuonOptionsTest, TheDtypeOfProductsIsStoredAndAnExplicitOneIsKept) {
   const auto loaded = [](MuonOptions from, MuonOptions into, bool old) {
-    auto values = stored_option_values(from);
+    auto values = muon_adapter().option_values(from);
     if (old) std::erase_if(values, [](const auto& value) { return value.first == "ns_bf16"; });
-    set_option_values(into, values);
+    muon_adapter().set_option_values(into, values);
     return into.ns_dtype();
   };
   const MuonOptions none, bf16 = MuonOptions().ns_dtype(at::kBFloat16),
@@ -403,7 +404,7 @@ TEST(SerializedAdapterTest, AClassOfTheUsersOwnHasItsTypeAsNameAndNeedsPermissio
   EXPECT_FALSE(is_known(*optimizer));
   EXPECT_EQ(optimizer_name(*optimizer), "zero::OwnOptimizer");
   EXPECT_EQ(adapter_of(*optimizer).fused(), nullptr);
-  EXPECT_EQ(required_state(*optimizer, 0), Names{});
+  EXPECT_EQ(adapter_of(*optimizer).required_state(), Names{});
   check_inner_optimizer(*optimizer, true, {false});
   expect_words(error_of([&] { check_inner_optimizer(*optimizer, false, {false}); }),
                {"expected AdamW, Adam, SGD, RMSprop or Adagrad of torch::optim, or zero::Lion,",
@@ -418,12 +419,12 @@ TEST(SerializedAdapterTest, AStepLooksAtTheLearningRateAlone) {
   EXPECT_EQ(options_text(options),
             "betas.0 0.9 betas.1 0.99 decays 1 lr 0.25 warmup 3 weight_decay 0");
   EXPECT_EQ(step_options_text(options), "lr 0.25");
-  EXPECT_TRUE(equal_options(options, other));
-  EXPECT_FALSE(equal_options(options, faster));
+  EXPECT_TRUE(adapter_of(options).equal_options(options, other));
+  EXPECT_FALSE(adapter_of(options).equal_options(options, faster));
   for (int again = 0; again < 2; ++again) {
     EXPECT_EQ(step_options_text(NoOptions()), "");
     EXPECT_EQ(options_text(NoOptions()), "");
-    EXPECT_TRUE(equal_options(NoOptions(), NoOptions()));
+    EXPECT_TRUE(adapter_of(NoOptions()).equal_options(NoOptions(), NoOptions()));
   }
 }
 
@@ -454,10 +455,11 @@ TEST(SerializedAdapterTest, StateAndOptionsGoOnInEveryBit) {
   const auto resumed = own(other);
   OptimizerOptions& options = resumed->param_groups()[0].options();
   options.set_lr(7);
-  set_option_values(options, stored_option_values(optimizer->param_groups()[0].options()));
+  const OptimizerAdapter& adapter = adapter_of(*resumed);
+  adapter.set_option_values(options, adapter.option_values(optimizer->param_groups()[0].options()));
   EXPECT_EQ(options.get_lr(), 0.25);
-  resumed->state()[other.unsafeGetTensorImpl()] =
-      make_inner_state(*resumed, 0, other, *read_inner_state(*optimizer, 0, p));
+  resumed->state()[other.unsafeGetTensorImpl()] = adapter.make_state(
+      *resumed, 0, other, *read_inner_state(*optimizer, 0, p), Moments::kFloat32);
   EXPECT_EQ(resumed->param_groups()[0].params().size(), 1);
   steps(*optimizer, p, 3, 6);
   steps(*resumed, other, 3, 6);

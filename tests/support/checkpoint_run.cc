@@ -12,6 +12,7 @@
 
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/segment_tensors.h"
 
@@ -135,7 +136,8 @@ Snapshot CheckpointRun::snapshot() {
     result[name] = tensor;
   }
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
-    for (const auto& [name, value] : stored_option_values(optimizer->param_groups()[g].options())) {
+    const auto& options = optimizer->param_groups()[g].options();
+    for (const auto& [name, value] : adapter_of(options).option_values(options)) {
       result["option/" + std::to_string(g) + "/" + name] = number(value);
     }
   }

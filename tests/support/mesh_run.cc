@@ -13,6 +13,7 @@
 #include <limits>
 #include <numeric>
 
+#include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/segment_tensors.h"
 
@@ -310,7 +311,7 @@ void MeshRun::add_to(WholeState& state) {
   for (const Held& h : held_) {
     state.add("working/" + h.name, h.whole, places(h), in_memory_order(h.tensor.detach(), h));
     const auto& options = optimizer->param_groups()[h.group].options();
-    for (const auto& [name, value] : stored_option_values(options)) {
+    for (const auto& [name, value] : adapter_of(options).option_values(options)) {
       state.add_number("option/" + h.name + "/" + name, value);
     }
   }

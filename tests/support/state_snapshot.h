@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "tests/support/fixed_gradients.h"
-#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -23,9 +23,10 @@ inline std::vector<at::Tensor> state_of(const torch::optim::Optimizer& inner) {
     for (const at::Tensor& master : group.params()) {
       const auto found = inner.state().find(master.unsafeGetTensorImpl());
       if (found == inner.state().end()) continue;
-      visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
-        result.push_back(tensor.clone());
-      });
+      adapter_of(*found->second)
+          .visit_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
+            result.push_back(tensor.clone());
+          });
       if (const auto* adam =
               dynamic_cast<const torch::optim::AdamWParamState*>(found->second.get())) {
         result.push_back(at::full({1}, static_cast<double>(adam->step())));

@@ -21,7 +21,7 @@
 #include "tests/kernels/reference.h"
 #include "zero/adafactor.h"
 #include "zero/combined_optimizer.h"
-#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/lamb.h"
 #include "zero/lion.h"
 #include "zero/muon.h"
@@ -416,20 +416,22 @@ void JoinedState::add(const SameBitsRun& run) {
       const at::Tensor& master = groups[g].params()[next[g]++];
       const auto found = optimizer.inner().state().find(master.unsafeGetTensorImpl());
       if (found == optimizer.inner().state().end()) continue;
-      visit_state_tensors(*found->second, [&](const char* kind, const at::Tensor& tensor) {
-        at::Tensor& whole = shared_->whole[std::string(kind) + " " + std::to_string(s.parameter)];
-        if (tensor.numel() == s.numel && s.numel < parameter.numel()) {
-          if (!whole.defined()) {
-            whole = at::full({parameter.numel()}, std::numeric_limits<double>::quiet_NaN(),
-                             tensor.options());
-          }
-          whole.narrow(0, s.begin, s.numel).copy_(tensor.reshape(-1));
-        } else if (tensor.numel() == parameter.numel() && tensor.dim() == 2) {
-          whole = flat(tensor).clone();
-        } else {
-          whole = tensor.reshape(-1).clone();
-        }
-      });
+      adapter_of(*found->second)
+          .visit_tensors(*found->second, [&](const char* kind, const at::Tensor& tensor) {
+            at::Tensor& whole =
+                shared_->whole[std::string(kind) + " " + std::to_string(s.parameter)];
+            if (tensor.numel() == s.numel && s.numel < parameter.numel()) {
+              if (!whole.defined()) {
+                whole = at::full({parameter.numel()}, std::numeric_limits<double>::quiet_NaN(),
+                                 tensor.options());
+              }
+              whole.narrow(0, s.begin, s.numel).copy_(tensor.reshape(-1));
+            } else if (tensor.numel() == parameter.numel() && tensor.dim() == 2) {
+              whole = flat(tensor).clone();
+            } else {
+              whole = tensor.reshape(-1).clone();
+            }
+          });
     }
   }
 }

@@ -26,7 +26,7 @@
 #include "tests/support/reducer_options.h"
 #include "zero/adafactor.h"
 #include "zero/communicator.h"
-#include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/lamb.h"
 #include "zero/lion.h"
 #include "zero/muon.h"
@@ -205,7 +205,7 @@ TEST(ShardOptimizerTest, NothingChangesBeforeItIsAnnounced) {
         for (const SegmentTensors& s : shard.optimizer.segments()) {
           result.push_back({s.master.clone()});
           const auto& state = *shard.optimizer.inner().state().at(s.master.unsafeGetTensorImpl());
-          visit_state_tensors(state, [&](const char*, const at::Tensor& tensor) {
+          adapter_of(state).visit_tensors(state, [&](const char*, const at::Tensor& tensor) {
             result.back().push_back(tensor.clone());
           });
         }

@@ -13,7 +13,7 @@
 
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/inner_optimizers/classes.h"
-#include "zero/inner_optimizers/state.h"
+#include "zero/inner_optimizers/registry.h"
 
 namespace zero {
 namespace {
@@ -272,7 +272,7 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
     found.erase("master");
     found.erase(kEmaKind);
     if (found.empty()) continue;  // a parameter that was never used has no state
-    for (const std::string& kind : required_state(inner, p.group)) found.insert(kind);
+    for (const std::string& kind : adapter_of(inner, p.group).required_state()) found.insert(kind);
     for (const std::string& kind : found) {
       const auto has_it = [&](const std::string& part) { return kinds[part].count(kind) != 0; };
       if (std::all_of(stored.begin(), stored.end(), has_it)) continue;
@@ -288,7 +288,8 @@ void find_unknown_options(const Manifest& manifest, const torch::optim::Optimize
   for (size_t g = 0; g < differences.groups_from.size(); ++g) {
     if (differences.groups_from[g] < 0) continue;
     std::set<std::string> known;
-    for (const auto& option : stored_option_values(inner.param_groups()[g].options())) {
+    const auto& options = inner.param_groups()[g].options();
+    for (const auto& option : adapter_of(options).option_values(options)) {
       known.insert(option.first);
     }
     for (const auto& option : manifest.groups[differences.groups_from[g]]) {

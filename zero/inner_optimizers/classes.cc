@@ -152,11 +152,6 @@ void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,
   if (state) optimizer.state()[segment.unsafeGetTensorImpl()] = std::move(state);
 }
 
-bool equal_options(const torch::optim::OptimizerOptions& a,
-                   const torch::optim::OptimizerOptions& b) {
-  return adapter_of(a).equal_options(a, b);
-}
-
 std::string exact_text(double value) {
   char digits[32];
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
@@ -180,15 +175,6 @@ std::string options_text(const torch::optim::OptimizerOptions& options) {
 
 std::string step_options_text(const torch::optim::OptimizerOptions& options) {
   return text_of(adapter_of(options).step_values(options));
-}
-
-std::string arithmetic_text(const torch::optim::OptimizerOptions& options, at::Device device) {
-  return adapter_of(options).arithmetic(options, device);
-}
-
-void visit_state_tensors(const torch::optim::OptimizerParamState& state,
-                         const std::function<void(const char* name, const at::Tensor&)>& visit) {
-  adapter_of(state).visit_tensors(state, visit);
 }
 
 }  // namespace zero

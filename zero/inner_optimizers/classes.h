@@ -8,9 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <functional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace zero {
@@ -49,10 +47,6 @@ void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups)
 void make_initial_state(torch::optim::Optimizer& optimizer, int64_t group,
                         const at::Tensor& segment);
 
-// True when both have equal values; of a class without an adapter of its own, equal learning rates.
-bool equal_options(const torch::optim::OptimizerOptions& a,
-                   const torch::optim::OptimizerOptions& b);
-
 // The fewest digits that read back as the same double.
 std::string exact_text(double value);
 
@@ -62,14 +56,5 @@ std::string options_text(const torch::optim::OptimizerOptions& options);
 // Those that ranks compare before each step: all, but the learning rate alone of a class without an
 // adapter of its own.
 std::string step_options_text(const torch::optim::OptimizerOptions& options);
-
-// What a step with these options computes with on `device`, where ranks must agree on it and the
-// options leave it open: see OptimizerAdapter::arithmetic().
-std::string arithmetic_text(const torch::optim::OptimizerOptions& options, at::Device device);
-
-// Calls `visit(name, tensor)` for every defined tensor of `state`, under the name of its accessor.
-// A class without an adapter of its own gives copies, and none if it has no serialize().
-void visit_state_tensors(const torch::optim::OptimizerParamState& state,
-                         const std::function<void(const char* name, const at::Tensor&)>& visit);
 
 }  // namespace zero

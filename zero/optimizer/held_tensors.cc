@@ -12,7 +12,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/checkpoint/format/hashed_file.h"
-#include "zero/inner_optimizers/state.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/training/broadcasts.h"
 #include "zero/training/group_layouts.h"
 
@@ -123,7 +123,8 @@ HeldTensors describe_held(const Engine& engine, const Engine::ParamGroups& group
   held.frozen = describe_whole(engine, engine.table.unmanaged(), hashes);
   held.buffers = describe_whole(engine, engine.table.buffers(), /*hashed=*/false);
   if (is_holder) {
-    for (const auto& g : groups) held.groups.push_back(stored_option_values(g.options()));
+    for (const auto& g : groups)
+      held.groups.push_back(adapter_of(g.options()).option_values(g.options()));
   }
   return held;
 }

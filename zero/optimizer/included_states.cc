@@ -12,7 +12,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
-#include "zero/inner_optimizers/state.h"
+#include "zero/inner_optimizers/registry.h"
 
 namespace zero {
 namespace {
@@ -130,8 +130,9 @@ StatesToSet read_states(CheckpointReader& reader, const LoadOptions& load, int r
 }
 
 void StateChange::set(const StatesToSet& states) {
-  for (const auto& group : groups_)
-    former_options_.push_back(stored_option_values(group.options()));
+  for (const auto& group : groups_) {
+    former_options_.push_back(adapter_of(group.options()).option_values(group.options()));
+  }
   for (const auto& [object, state] : states) {
     former_.emplace_back(object, object->state());
     object->set_state(state);
@@ -154,8 +155,9 @@ StateChange::~StateChange() {
     take_back("an object", [&] { former->first->set_state(former->second); });
   }
   for (size_t g = 0; g < groups_.size(); ++g) {
+    auto& options = groups_[g].options();
     take_back("a parameter group",
-              [&] { set_option_values(groups_[g].options(), former_options_[g]); });
+              [&] { adapter_of(options).set_option_values(options, former_options_[g]); });
   }
 }
 

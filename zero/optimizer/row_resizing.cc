@@ -23,6 +23,7 @@
 #include "zero/agreement/used_flags.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
 #include "zero/optimizer/held_tensors.h"
@@ -415,7 +416,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
     }
     if (states[i].tensors.empty() && states[i].values.empty()) continue;
     inner.state()[s.master.unsafeGetTensorImpl()] =
-        make_inner_state(inner, s.group, s.master, states[i], s.moments);
+        adapter_of(inner, s.group).make_state(inner, s.group, s.master, states[i], s.moments);
   }
   engine.shards.take_state();
 }

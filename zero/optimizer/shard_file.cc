@@ -13,6 +13,7 @@
 #include "bookkeeping/layout.h"
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/optimizer/held_tensors.h"
 #include "zero/version.h"
@@ -92,7 +93,8 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
     m.buffers = mesh->buffers();
     return m;
   }
-  for (const auto& g : groups) m.groups.push_back(stored_option_values(g.options()));
+  for (const auto& g : groups)
+    m.groups.push_back(adapter_of(g.options()).option_values(g.options()));
   m.parameters = managed_parameters(engine.table, engine.options);
   m.frozen = describe(engine.table.unmanaged());
   m.buffers = describe(engine.table.buffers());

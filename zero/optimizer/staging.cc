@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {
@@ -171,7 +172,8 @@ void Staging::read_states(Staged& staged) {
     const InnerState state = std::exchange(states[i], {});
     if (state.tensors.empty() && state.uncut.empty() && state.values.empty()) continue;
     const SegmentTensors& target = *s.target;
-    s.state = make_inner_state(inner, target.group, target.master, state, target.moments);
+    s.state = adapter_of(inner, target.group)
+                  .make_state(inner, target.group, target.master, state, target.moments);
   }
 }
 
@@ -213,7 +215,9 @@ void Staging::read_values(const std::string& kind, const std::vector<size_t>& se
 void restore_options(const Staged& staged, Engine::ParamGroups& groups) {
   for (size_t g = 0; g < groups.size(); ++g) {
     const int64_t from = staged.groups_from[g];
-    if (from >= 0) set_option_values(groups[g].options(), staged.manifest->groups[from]);
+    if (from < 0) continue;
+    auto& options = groups[g].options();
+    adapter_of(options).set_option_values(options, staged.manifest->groups[from]);
   }
 }
 

@@ -49,7 +49,8 @@ std::optional<InnerState> read_in_order(const ReadState& read, const Parameter& 
   if (!state) return state;
   auto& tensors = state->tensors;
   // State of a run without an option such as amsgrad lacks what a step reads with it.
-  for (const std::string& name : optional_state(inner, group)) {
+  const auto& options = inner.param_groups()[group].options();
+  for (const std::string& name : adapter_of(inner, group).optional_state(options)) {
     const bool present = std::any_of(tensors.begin(), tensors.end(),
                                      [&](const auto& item) { return item.first == name; });
     if (!present) tensors.emplace_back(name, at::zeros(p.sizes, at::kFloat));
@@ -83,7 +84,8 @@ States cut_all(Engine& engine, const ReadState& read) {
     for (auto& [name, tensor] : state.uncut) {
       tensor = tensor.to(p.tensor.device(), at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     }
-    states.back() = make_inner_state(inner, s.group, s.master, state, s.moments);
+    states.back() =
+        adapter_of(inner, s.group).make_state(inner, s.group, s.master, state, s.moments);
   }
   return states;
 }
@@ -165,7 +167,7 @@ class StateFile {
     if (found == kinds_.end()) return std::nullopt;
     InnerState state;
     for (const std::string& kind : found->second) add(p, kind, state);
-    for (const std::string& name : required_state(inner_, group)) {
+    for (const std::string& name : adapter_of(inner_, group).required_state()) {
       TORCH_CHECK(std::count(found->second.begin(), found->second.end(), name) != 0, path_,
                   ": parameter ", p.name, ": expected state called ", name, ", got none");
     }

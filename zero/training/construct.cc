@@ -14,6 +14,7 @@
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/training/broadcasts.h"
 #include "zero/training/engine.h"
 #include "zero/training/group_layouts.h"
@@ -147,7 +148,7 @@ std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inne
     const std::string number = std::to_string(g);
     lines.push_back("options of parameter group " + number + " " + options_text(options));
     lines.push_back("arithmetic of parameter group " + number + " " +
-                    arithmetic_text(options, device));
+                    adapter_of(options).arithmetic(options, device));
   }
   const std::vector<std::string> texts = table.describe();
   for (size_t i = 0; i < texts.size(); ++i) {

@@ -9,6 +9,7 @@
 #include <typeinfo>
 
 #include "zero/inner_optimizers/classes.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/parameter_table.h"
 
@@ -66,12 +67,14 @@ void GroupOptions::push(const ParamGroups& groups) {
   check_options(groups);  // NaN equals nothing, and would be taken for a change from outside below
   auto& inner_groups = inner_.param_groups();
   for (size_t g = 0; g < groups.size(); ++g) {
-    TORCH_CHECK(!fixed_ || equal_options(groups[g].options(), *pushed_[g]),
+    const OptimizerAdapter& adapter = adapter_of(*pushed_[g]);
+    TORCH_CHECK(!fixed_ || adapter.equal_options(groups[g].options(), *pushed_[g]),
                 "param_groups(): expected the options that backward() updated with, since "
                 "update_in_backward(true) updates before step(), got others; change them between "
                 "step() and backward(), and give them back their values now, or go on from a "
                 "checkpoint with a new optimizer where ranks had different ones");
-    TORCH_CHECK(equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ", g,
+    TORCH_CHECK(adapter.equal_options(inner_groups[g].options(), *pushed_[g]), "parameter group ",
+                g,
                 ": expected the inner optimizer's options as they were pushed, got others; "
                 "change param_groups()[",
                 g, "].options() of the ZeroOptimizer instead");

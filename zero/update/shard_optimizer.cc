@@ -375,9 +375,10 @@ int64_t ShardOptimizer::state_bytes() const {
   for (const SegmentTensors& s : segments_) {  // not the trap, whose state is no parameter's
     const auto found = inner_->state().find(s.master.unsafeGetTensorImpl());
     if (found == inner_->state().end()) continue;
-    visit_state_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
-      bytes += static_cast<int64_t>(tensor.nbytes());
-    });
+    adapter_of(*found->second)
+        .visit_tensors(*found->second, [&](const char*, const at::Tensor& tensor) {
+          bytes += static_cast<int64_t>(tensor.nbytes());
+        });
   }
   return bytes;
 }
