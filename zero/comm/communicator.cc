@@ -183,6 +183,7 @@ void Communicator::Impl::check_no_reductions(const std::string& what) const {
 template <typename Issue>
 Pending Communicator::Impl::start(const std::string& what, const at::Tensor& values,
                                   int64_t Traffic::*calls, int64_t Traffic::*bytes, Issue issue) {
+  if (!exchange) return Pending([] {});
   // What was made under InferenceMode can be written to only there, also in wait().
   std::optional<c10::InferenceMode> mode;
   if (values.is_inference()) mode.emplace();
@@ -225,7 +226,6 @@ Pending Communicator::Impl::gather(const Rows& rows, const at::Tensor& before,
                                    int64_t Traffic::*bytes) {
   check_rows(rows, world_size, what);
   check_no_reductions(what);
-  if (!exchange) return Pending([] {});
   return start(what, rows.values(), calls, bytes,
                [&](Operation& operation) { return exchange->gather(rows, before, operation); });
 }
@@ -235,7 +235,6 @@ Pending Communicator::Impl::all_reduce(const at::Tensor& values, c10d::ReduceOp:
   TORCH_CHECK(values.dim() == 1 && values.is_contiguous(), what,
               ": expected a contiguous 1-D tensor, got ", values.sizes());
   check_no_reductions(what);
-  if (!exchange) return Pending([] {});
   return start(what, values, &Traffic::small_calls, &Traffic::small_bytes_sent,
                [&](Operation& operation) { return exchange->all_reduce(values, op, operation); });
 }
@@ -298,7 +297,6 @@ Pending Communicator::exchange_rows(const at::Tensor& rows, const at::Tensor& re
               received.dtype(), " on ", received.device());
   TORCH_CHECK(rows.numel() == 0 || !overlap(rows, received), what,
               ": `received` must not share memory with `rows`, which is still being sent");
-  if (!impl_->exchange) return Pending([] {});
   return impl_->start(
       what, received, &Traffic::exchange_calls, &Traffic::exchange_bytes_sent,
       [&](Operation& operation) { return impl_->exchange->exchange(rows, received, operation); });
@@ -336,7 +334,6 @@ Pending Communicator::broadcast(const at::Tensor& tensor, int source, const std:
   TORCH_CHECK(0 <= source && source < impl_->world_size, what, ": expected a source in [0, ",
               impl_->world_size, "), got ", source, impl_->health->where());
   impl_->check_no_reductions(what);
-  if (!impl_->exchange) return Pending([] {});
   return impl_->start(
       what, tensor, &Traffic::small_calls, &Traffic::small_bytes_sent,
       [&](Operation& operation) { return impl_->exchange->broadcast(tensor, source, operation); });
