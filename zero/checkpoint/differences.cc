@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <sstream>
 #include <utility>
 
 #include "zero/checkpoint/format/hashed_file.h"
@@ -54,60 +53,45 @@ std::vector<Entry> entries(const ParameterTable& table) {
   return result;
 }
 
-class Comparison {
- public:
-  explicit Comparison(bool numbered_groups) : numbered_groups_(numbered_groups) {}
-
-  // False where the checkpoint's entry cannot fill the model's.
-  bool compare(const Entry& model, const Entry& stored) {
-    name_ = model.kind + " " + model.about.name;
-    if (model.kind != stored.kind) {
-      different("kind", stored.kind, model.kind, false);
-      lines.back() +=
-          "; it stays as it is: load with the parameters frozen that were frozen in the save, and "
-          "freeze() or unfreeze() afterwards, or load_weights() from files of export_model()";
-      return false;
-    }
-    const ManifestParameter& a = stored.about;
-    const ManifestParameter& b = model.about;
-    if (whole_shape(a) != whole_shape(b)) {
-      return different("shape", c10::IntArrayRef(whole_shape(a)), c10::IntArrayRef(whole_shape(b)),
-                       false);
-    }
-    // Parts of a fused tensor that do not say so are those of one that is not. Along another
-    // dimension they may be those of a tensor in which that one is not fused.
-    if (is_part(a) && is_part(b) && a.dimension == b.dimension && a.sections != b.sections) {
-      return different("sections", c10::IntArrayRef(a.sections), c10::IntArrayRef(b.sections),
-                       false);
-    }
-    bool usable = true;
-    if (memory_order(a) != memory_order(b) && c10::multiply_integers(whole_shape(a)) > 0) {
-      usable = different("memory order (strides)", c10::IntArrayRef(a.strides),
-                         c10::IntArrayRef(b.strides), false);
-      lines.back() += "; files of export_model() and export_optimizer_state() fit either";
-    }
-    if (a.dtype != b.dtype) different("dtype", a.dtype, b.dtype, true);
-    if (numbered_groups_ && a.group != b.group) {
-      same_groups = different("parameter group", a.group, b.group, false);
-    }
-    return usable;
+// False where the checkpoint's entry cannot fill the model's.
+bool compare(const Entry& model, const Entry& stored, bool numbered_groups,
+             CheckpointDifferences& result) {
+  const auto add = [&](const char* what, const auto& there, const auto& here) {
+    result.lines.push_back(c10::str(model.kind, " ", model.about.name, ": ", what, " ", there,
+                                    " in the checkpoint, ", here, " in the model"));
+  };
+  if (model.kind != stored.kind) {
+    add("kind", stored.kind, model.kind);
+    result.lines.back() +=
+        "; it stays as it is: load with the parameters frozen that were frozen in the save, and "
+        "freeze() or unfreeze() afterwards, or load_weights() from files of export_model()";
+    return false;
   }
-  std::vector<std::string> lines;
-  bool same_groups = true;
-
- private:
-  template <typename Value>
-  bool different(const char* what, const Value& stored, const Value& model, bool usable) {
-    std::ostringstream line;
-    line << name_ << ": " << what << " " << stored << " in the checkpoint, " << model
-         << " in the model";
-    lines.push_back(line.str());
-    return usable;
+  const ManifestParameter& a = stored.about;
+  const ManifestParameter& b = model.about;
+  if (whole_shape(a) != whole_shape(b)) {
+    add("shape", c10::IntArrayRef(whole_shape(a)), c10::IntArrayRef(whole_shape(b)));
+    return false;
   }
-
-  const bool numbered_groups_;
-  std::string name_;
-};
+  // Parts of a fused tensor that do not say so are those of one that is not. Along another
+  // dimension they may be those of a tensor in which that one is not fused.
+  if (is_part(a) && is_part(b) && a.dimension == b.dimension && a.sections != b.sections) {
+    add("sections", c10::IntArrayRef(a.sections), c10::IntArrayRef(b.sections));
+    return false;
+  }
+  const bool usable =
+      memory_order(a) == memory_order(b) || c10::multiply_integers(whole_shape(a)) == 0;
+  if (!usable) {
+    add("memory order (strides)", c10::IntArrayRef(a.strides), c10::IntArrayRef(b.strides));
+    result.lines.back() += "; files of export_model() and export_optimizer_state() fit either";
+  }
+  if (a.dtype != b.dtype) add("dtype", a.dtype, b.dtype);
+  if (numbered_groups && a.group != b.group) {
+    add("parameter group", a.group, b.group);
+    result.same_groups = false;
+  }
+  return usable;
+}
 
 // Finds the stored group of each group of the model by the parameters in it. They may be of several
 // stored groups, if these have the same options.
@@ -177,7 +161,6 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
                                        const MeshTensors* mesh) {
   CheckpointDifferences result;
   const bool numbered_groups = mesh == nullptr && manifest.holders == 1;
-  Comparison comparison(numbered_groups);
   // 1. Each tensor of the model beside the one of its name in the checkpoint.
   std::map<std::string, Entry> stored;
   for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
@@ -200,11 +183,13 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
             ", since it is not in the checkpoint");
         continue;
       }
-      comparison.lines.push_back(model.kind + " " + model.about.name +
-                                 ": in the model, missing in the checkpoint");
+      result.lines.push_back(model.kind + " " + model.about.name +
+                             ": in the model, missing in the checkpoint");
       continue;
     }
-    if (!comparison.compare(model, found->second)) result.unusable.insert(model.about.name);
+    if (!compare(model, found->second, numbered_groups, result)) {
+      result.unusable.insert(model.about.name);
+    }
     stored.erase(found);
   }
   // 2. What is left has no tensor here.
@@ -215,12 +200,9 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   for (const auto& [name, entry] : stored) {
     if (mesh != nullptr && mesh->has(name)) continue;
     if (entry.kind == "frozen parameter" && others.count(name) != 0) continue;
-    comparison.lines.push_back(entry.kind + " " + name +
-                               ": in the checkpoint, missing in the model");
+    result.lines.push_back(entry.kind + " " + name + ": in the checkpoint, missing in the model");
   }
   // 3. Parameter groups, and the optimizer.
-  result.lines = std::move(comparison.lines);
-  result.same_groups = comparison.same_groups;
   result.groups_from.assign(inner.param_groups().size(), -1);
   if (!numbered_groups) find_groups(manifest, table, result);
   compare_optimizers(manifest, inner, numbered_groups, result);
