@@ -15,6 +15,15 @@
 #include "zero/inner_optimizers/registry.h"
 
 namespace zero {
+
+ManifestParameter described(const Parameter& p) {
+  return {p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group};
+}
+
+ManifestParameter described(const NamedTensor& item) {
+  return {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0};
+}
+
 namespace {
 
 constexpr size_t kLinesShown = 10;
@@ -38,14 +47,11 @@ std::vector<Entry> entries(const Manifest& manifest) {
 std::vector<Entry> entries(const ParameterTable& table) {
   std::vector<Entry> result;
   for (const Parameter& p : table.parameters()) {
-    result.push_back({"parameter", {p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group}});
+    result.push_back({"parameter", described(p)});
   }
   const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
     for (const NamedTensor& item : list) {
-      result.push_back({kind,
-                        {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0},
-                        item.trainable,
-                        item.late});
+      result.push_back({kind, described(item), item.trainable, item.late});
     }
   };
   add(table.unmanaged(), "frozen parameter");

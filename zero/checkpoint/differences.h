@@ -29,6 +29,11 @@ struct CheckpointDifferences {
   std::vector<int64_t> groups_from;
 };
 
+// A tensor of the model as a manifest has it. It is no part, and its moments and master are in
+// fp32.
+ManifestParameter described(const Parameter& p);
+ManifestParameter described(const NamedTensor& item);
+
 // Another dtype or parameter group is a difference, but no hindrance: masters are
 // fp32 in every checkpoint. Another shape or memory order is one. `mesh` is what all ranks hold,
 // and null where each holds the same as this one. If ranks of the mesh hold different parameters,

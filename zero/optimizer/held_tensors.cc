@@ -11,6 +11,7 @@
 
 #include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
+#include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/format/hashed_file.h"
 #include "zero/inner_optimizers/registry.h"
 #include "zero/training/broadcasts.h"
@@ -32,15 +33,8 @@ uint64_t bytes_hash(const at::Tensor& tensor) {
 
 // As manifests name it; nothing for fp32.
 std::string format_name(Moments moments) {
-  switch (moments) {
-    case Moments::kFloat32:
-      return {};
-    case Moments::kBFloat16:
-      return "bfloat16";
-    case Moments::kInt8:
-      return "int8";
-  }
-  TORCH_INTERNAL_ASSERT(false, "no moments have the number ", static_cast<int>(moments));
+  static constexpr const char* kNames[] = {"", "bfloat16", "int8"};
+  return kNames[static_cast<size_t>(moments)];
 }
 
 // Sets which part of its tensor this rank holds. Throws for a dimension that the tensor does not
@@ -89,9 +83,7 @@ std::vector<HeldTensor> describe_whole(const Engine& engine, const std::vector<N
   for (size_t i = 0; i < list.size(); ++i) {
     if (static_cast<int>(i % home.world_size()) != home.rank()) continue;
     const NamedTensor& item = list[i];
-    HeldTensor held{{item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0},
-                    static_cast<int64_t>(i),
-                    holder_of(home, engine.domains.mesh),
+    HeldTensor held{described(item), static_cast<int64_t>(i), holder_of(home, engine.domains.mesh),
                     /*copies=*/0};
     if (hashed) held.hash = bytes_hash(item.tensor);
     set_part(held, engine.options);
@@ -143,11 +135,9 @@ std::vector<ManifestParameter> managed_parameters(const ParameterTable& table,
   const std::vector<Moments> moments = parameter_moments(table, options);
   std::vector<ManifestParameter> result;
   for (const Parameter& p : table.parameters()) {
-    const c10::ScalarType dtype = p.tensor.scalar_type();
-    ManifestParameter& about =
-        result.emplace_back(ManifestParameter{p.name, p.sizes, p.strides, dtype, p.group});
+    ManifestParameter& about = result.emplace_back(described(p));
     about.moments = format_name(moments[result.size() - 1]);
-    if (options.split_masters() && dtype == at::kBFloat16) about.master = "split";
+    if (options.split_masters() && about.dtype == at::kBFloat16) about.master = "split";
   }
   return result;
 }

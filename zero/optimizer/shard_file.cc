@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bookkeeping/layout.h"
+#include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
@@ -19,17 +20,6 @@
 #include "zero/version.h"
 
 namespace zero {
-namespace {
-
-std::vector<ManifestParameter> describe(const std::vector<NamedTensor>& list) {
-  std::vector<ManifestParameter> result;
-  for (const NamedTensor& item : list) {
-    result.push_back({item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0});
-  }
-  return result;
-}
-
-}  // namespace
 
 FileToSave shard_file(const Engine& engine) {
   FileToSave file{rank_file_name(engine.comms->rank()), {}};
@@ -96,8 +86,8 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
   for (const auto& g : groups)
     m.groups.push_back(adapter_of(g.options()).option_values(g.options()));
   m.parameters = managed_parameters(engine.table, engine.options);
-  m.frozen = describe(engine.table.unmanaged());
-  m.buffers = describe(engine.table.buffers());
+  for (const auto& item : engine.table.unmanaged()) m.frozen.push_back(described(item));
+  for (const auto& item : engine.table.buffers()) m.buffers.push_back(described(item));
   return m;
 }
 

@@ -68,10 +68,8 @@ Staging::Staging(CheckpointReader& reader, const ParameterTable& table, ShardOpt
   for (const SegmentTensors& s : shards_.segments()) {
     const Parameter& p = table_.parameters()[s.segment.parameter];
     if (differences_.unusable.count(p.name) != 0) continue;
-    const ManifestParameter own =
-        mesh_ ? mesh_->own(p.name)
-              : ManifestParameter{p.name, p.sizes, p.strides, p.tensor.scalar_type(), p.group};
-    wanted_.push_back(reader_.find(own, s.segment.begin, s.segment.numel));
+    wanted_.push_back(
+        reader_.find(mesh_ ? mesh_->own(p.name) : described(p), s.segment.begin, s.segment.numel));
     targets_.push_back(&s);
   }
 }
@@ -123,8 +121,7 @@ void Staging::read_ema(Staged& staged) {
 }
 
 ManifestParameter Staging::held(const NamedTensor& item) const {
-  if (mesh_ != nullptr) return mesh_->own(item.name);
-  return {item.name, item.tensor.sizes().vec(), {}, item.tensor.scalar_type(), 0};
+  return mesh_ ? mesh_->own(item.name) : described(item);
 }
 
 void Staging::read_whole(Staged& staged, const std::vector<NamedTensor>& present,
