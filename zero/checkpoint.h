@@ -95,7 +95,7 @@ struct CheckpointFile {
   // where format version 4 or an earlier one wrote it.
   uint64_t xxh3 = 0;
   int64_t tensors = 0;
-  int64_t disk = 0;  // it was written to; see CheckpointDescription::disk
+  int64_t disk = 0;  // it was written to; see CheckpointFacts::disk
 };
 
 // The state of an object that the save included.
@@ -106,8 +106,8 @@ struct CheckpointState {
   int64_t ranks = 0;
 };
 
-// What a checkpoint holds, by its manifest alone.
-struct CheckpointDescription {
+// What a checkpoint is and how it was saved.
+struct CheckpointFacts {
   int64_t version = 0;          // of the format
   std::string library_version;  // of zero, which wrote it
   std::string torch_version;
@@ -125,22 +125,26 @@ struct CheckpointDescription {
 
   int64_t steps = 0;  // without the skipped ones
   int64_t skipped_steps = 0;
-  double loss_scale = 1.0;
-  bool dynamic_loss_scale = false;
 
   std::string optimizer;  // its class, "AdamW"
   // The options of each parameter group, by name.
   std::vector<std::vector<std::pair<std::string, double>>> groups;
 
+  // The disk whose part of the checkpoint is in this folder, from 0 on: other folders have the
+  // files of other disks. 0 for all files of a save with a shared folder.
+  int64_t disk = 0;
+};
+
+// What a checkpoint holds, by its manifest alone.
+struct CheckpointDescription : CheckpointFacts {
+  double loss_scale = 1.0;
+  bool dynamic_loss_scale = false;
   bool ema = false;  // whether parameters have averages: ZeroOptions::ema
   std::vector<CheckpointTensor> parameters;
   std::vector<CheckpointTensor> frozen;
   std::vector<CheckpointTensor> buffers;
   std::vector<CheckpointState> states;  // by name
   std::vector<CheckpointFile> files;
-  // The disk whose part of the checkpoint is in this folder, from 0 on: other folders have the
-  // files of other disks. 0 for all files of a save with a shared folder.
-  int64_t disk = 0;
 };
 
 // Says what the checkpoint in `folder` holds. Reads and checks the manifest alone: other files may

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -266,9 +267,9 @@ TEST(ManifestTest, AFieldOfAnotherTypeNamesItself) {
 }
 
 TEST(ManifestTest, ACountThatNoLoadTakesIsNotWritten) {
-  for (int64_t Manifest::*const count :
-       {&Manifest::steps, &Manifest::skipped_steps, &Manifest::good_steps,
-        &Manifest::hysteresis_left, &Manifest::skipped_at_min}) {
+  for (int64_t Manifest::*const count : std::initializer_list<int64_t Manifest::*>{
+           &Manifest::steps, &Manifest::skipped_steps, &Manifest::good_steps,
+           &Manifest::hysteresis_left, &Manifest::skipped_at_min}) {
     Manifest m = full_manifest();
     m.*count = kCountLimit;
     EXPECT_EQ(parse_manifest(manifest_text(m), "m").*count, kCountLimit);

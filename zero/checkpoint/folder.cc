@@ -150,30 +150,15 @@ CheckpointDescription describe_checkpoint(const std::string& folder) {
   const CheckpointReader reader(folder);
   const Manifest& m = reader.manifest();
   CheckpointDescription d;
-  d.version = m.version;
-  d.library_version = m.library_version;
-  d.torch_version = m.torch_version;
-  d.id = m.id;
-  d.run = m.run;
-  d.saved = m.saved;
-  d.metadata = m.metadata;
-  d.world_size = m.world_size;
-  d.stage = m.stage;
-  d.layout = m.layout;
-  d.bucket_bytes = m.bucket_bytes;
-  d.steps = m.steps;
-  d.skipped_steps = m.skipped_steps;
+  static_cast<CheckpointFacts&>(d) = m;
   d.loss_scale = m.scale;
   d.dynamic_loss_scale = m.dynamic_scale;
-  d.optimizer = m.optimizer;
-  d.groups = m.groups;
   d.ema = has_ema(m);
   d.parameters = tensors_of(m.parameters);
   d.frozen = tensors_of(m.frozen);
   d.buffers = tensors_of(m.buffers);
   d.states = states_of(m.tensors);
   d.files = files_of(m);
-  d.disk = m.disk;
   return d;
 }
 

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "bookkeeping/part_runs.h"
+#include "zero/checkpoint.h"
 
 namespace zero {
 
@@ -94,7 +95,7 @@ struct ManifestFile {
   uint64_t bytes = 0;
   uint64_t hash = 0;    // of its index, see stored_file.h; before version 5 of all its bytes
   int64_t blocks = -1;  // that it has hashes of; before version 5 it has none
-  int64_t disk = 0;     // optional: the one it was written to, see Manifest::disk
+  int64_t disk = 0;     // optional: the one it was written to, see CheckpointFacts::disk
   // Optional: of the checkpoint that it was written for, if an earlier one has the same file.
   std::string id = {};
   // Before version 5 only: the hash of each tensor, by key.
@@ -154,44 +155,27 @@ TensorPart part_of(const ManifestParameter& parameter);
 // The options of parameter groups, by name.
 using OptionGroups = std::vector<std::vector<std::pair<std::string, double>>>;
 
-struct Manifest {
-  int64_t version = kCheckpointVersion;  // of the file that was read; not a field of the list
-  std::string id;                        // random; in its files too, see ManifestFile::id
-  // Optional, like `saved`; see RunIdentity.
-  std::string run;
-  int64_t saved = 0;
-  std::string library_version;
-  std::string torch_version;
+// Its `version` is that of the file that was read, and no field of the list; its `id` is in its
+// files too, see ManifestFile::id. `run` and `saved` are optional, see RunIdentity; so is `disk`,
+// since copies of one manifest on several disks are equal otherwise.
+struct Manifest : CheckpointFacts {
+  Manifest() { version = kCheckpointVersion; }
 
-  int64_t world_size = 0;
-  int64_t stage = 0;
-  std::string layout;
-  int64_t bucket_bytes = 0;
   uint64_t plan_fingerprint = 0;
   // Optional: how many sets of ranks held parameters of their own. 1: all ranks held the same.
   int64_t holders = 1;
 
-  std::string optimizer;
-  int64_t steps = 0;
-  int64_t skipped_steps = 0;
   bool dynamic_scale = false;
   double scale = 1.0;
   int64_t good_steps = 0;
   int64_t hysteresis_left = 1;
   int64_t skipped_at_min = 0;
-  OptionGroups groups;
 
   std::vector<ManifestParameter> parameters;
   std::vector<ManifestParameter> frozen;
   std::vector<ManifestParameter> buffers;
   std::vector<ManifestFile> files;
   std::vector<ManifestTensors> tensors;
-  std::map<std::string, std::string> metadata;  // the user's
-
-  // Optional: the disk that this copy of the manifest was written to, as are the files with the
-  // same number. Copies are equal otherwise. Disks have numbers from 0 on; all files of a save with
-  // a shared folder are on disk 0.
-  int64_t disk = 0;
 };
 
 // Returns whether any parameter has an average.
