@@ -410,7 +410,7 @@ TEST(ManifestTest, PartsOfFusedTensorsHaveSections) {
     m.parameters[0].sections = sections;
     m.parameters[0].from = from;
     expect_words(error_of([&] { parse_manifest(manifest_text(m), "m"); }),
-                 {"parameter p: expected sections of 8 together"});
+                 {"parameter p: expected sections of 8 elements of dimension 1 together"});
   };
   refused({2, 5}, 4);
   refused({3, 5}, 4);

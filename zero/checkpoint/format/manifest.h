@@ -142,6 +142,8 @@ struct ManifestParameter {
 
 int64_t numel(const ManifestParameter& parameter);
 inline bool is_part(const ManifestParameter& parameter) { return !parameter.whole.empty(); }
+// Throws c10::Error where it says it is a part that no whole can have.
+void check_part(const ManifestParameter& parameter);
 const std::vector<int64_t>& whole_shape(const ManifestParameter& parameter);
 // The `owner` of its tensors: the name, and of a part "<name>{<dimension>:<from>:<end>}".
 std::string stored_name(const ManifestParameter& parameter);

@@ -312,9 +312,13 @@ void check_sections(const ManifestParameter& p) {
     left -= p.sections[s];
   }
   TORCH_CHECK(fits && left == 0, "parameter ", p.name, ": expected sections of ", all,
-              " together, each cut into equal parts, got ", c10::IntArrayRef(p.sections),
-              " in parts of ", size, " from ", p.from);
+              " elements of dimension ", p.dimension, " together, each for ",
+              all / std::max<int64_t>(size, 1), " equal parts, got ", c10::IntArrayRef(p.sections),
+              " in parts of ", size, " from ", p.from,
+              "; TensorParts::sections gives their sizes in the whole tensor");
 }
+
+}  // namespace
 
 void check_part(const ManifestParameter& p) {
   TORCH_CHECK(is_part(p) || p.sections.empty(), "parameter ", p.name,
@@ -331,6 +335,8 @@ void check_part(const ManifestParameter& p) {
               c10::IntArrayRef(p.shape), " from ", p.from);
   check_sections(p);
 }
+
+namespace {
 
 // That a tensor of this shape exists, and that its elements lie within as many
 // elements of memory: what is read is seen through these strides.

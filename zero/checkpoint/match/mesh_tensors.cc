@@ -109,25 +109,6 @@ std::vector<std::vector<const HeldTensor*>> by_part(const std::string& kind,
   return parts;
 }
 
-// Throws unless the sections make up the whole, and each part has an equal share of each.
-void check_sections(const HeldTensor& first, const std::vector<int64_t>& whole,
-                    const std::vector<std::vector<const HeldTensor*>>& parts) {
-  if (first.sections.empty() || whole.empty()) return;
-  int64_t sum = 0;
-  bool fits = true;
-  for (const int64_t section : first.sections) {
-    fits = fits && section > 0 && section % first.parts == 0;
-    sum += section;
-  }
-  for (const auto& part : parts) fits = fits && part.front()->about.shape == first.about.shape;
-  TORCH_CHECK(fits && sum == whole[first.dimension], "checkpoint: ", first.about.name,
-              ": expected sections of ", whole[first.dimension], " elements of dimension ",
-              first.dimension, " together, each for ", first.parts, " equal parts, got ",
-              c10::IntArrayRef(first.sections),
-              "; TensorParts::sections gives their sizes in the "
-              "whole tensor");
-}
-
 }  // namespace
 
 MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, int64_t> own_parts)
@@ -204,9 +185,15 @@ void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<Manifest
   if (parts.size() > 1) {
     whole = first.about.shape;
     int64_t& size = whole[first.dimension] = 0;
-    for (const Sets& part : parts) size += part.front()->about.shape[first.dimension];
+    for (const Sets& part : parts) {
+      const std::vector<int64_t>& shape = part.front()->about.shape;
+      TORCH_CHECK(
+          first.sections.empty() || shape == first.about.shape, "checkpoint: ", first.about.name,
+          ": expected ", parts.size(), " equal parts of a tensor with sections, got shapes ",
+          c10::IntArrayRef(first.about.shape), " and ", c10::IntArrayRef(shape), kPartsRemedy);
+      size += shape[first.dimension];
+    }
   }
-  check_sections(first, whole, parts);
   int64_t from = 0;  // where the part begins along the dimension of the cut
   for (const Sets& part : parts) {
     const HeldTensor& t = *part.front();
@@ -218,6 +205,7 @@ void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<Manifest
       about.from = from;
       about.sections = t.sections;
       from += t.about.shape[t.dimension];
+      check_part(about);
     }
     stored_by_[stored_name(about)] = t.holder;
     parts_[about.name].push_back(about);
