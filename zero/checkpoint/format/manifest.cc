@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/format/manifest.h"
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <cctype>
 #include <exception>
@@ -15,9 +17,7 @@
 namespace zero {
 
 int64_t numel(const ManifestParameter& parameter) {
-  int64_t result = 1;
-  for (const int64_t size : parameter.shape) result *= size;
-  return result;
+  return c10::multiply_integers(parameter.shape);
 }
 
 const std::vector<int64_t>& whole_shape(const ManifestParameter& parameter) {
