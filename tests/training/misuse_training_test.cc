@@ -9,11 +9,13 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <barrier>
 #include <filesystem>
 #include <functional>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/training/misuse.h"
@@ -336,6 +338,73 @@ TEST_P(AtStage, WhatIsNoExceptionInAUsersHook) {
                        "no std::exception"});
     r.optimizer->zero_grad();
     r.train(1);
+  });
+}
+
+const Words kTwoThreads = {"expected one at a time", "of two threads at once", "add up the losses",
+                           "call zero_grad() on all ranks"};
+
+TEST_P(AtStage, APassBesideOneOfAnotherThreadIsRefused) {
+  for (const bool plain : {false, true}) {
+    SCOPED_TRACE(plain ? "plain" : "ours");
+    expect_survives(stage(GetParam()), [&](Rank& r) {
+      // In the middle of a pass. The loss of the other has no such hook.
+      std::string text;
+      at::Tensor loss = r.loss(7);
+      loss.register_hook([&](const at::Tensor&) {
+        std::thread other(
+            [&] { text = error_soon([&] { plain ? r.loss(8).backward() : r.backward(8); }); });
+        other.join();
+      });
+      if (r.is(1)) {
+        r.optimizer->backward(loss);
+        expect_words(text, kTwoThreads);
+        expect_words(text, {"rank 1: "});
+      } else {
+        r.backward(7);
+      }
+      r.refuses_step(1, kTwoThreads);
+      r.refuses_step(1, kTwoThreads);  // until:
+      r.optimizer->zero_grad();
+      r.train(1);
+    });
+  }
+}
+
+// Hooks of ours may get the two gradients at once, or one after the other: then their sum is right,
+// as torch's is, and the threads try again.
+TEST(MisuseTest, GradientsOfTwoThreadsAtOnceAreRefused) {
+  struct Large : torch::nn::Module {
+    at::Tensor loss() { return (weight * 2).sum(); }
+    at::Tensor weight = register_parameter("weight", at::zeros({int64_t{1} << 22}));
+  };
+  run_ranks(1, [](const Group& group) {
+    Large model;
+    ZeroOptimizer optimizer(
+        model, std::make_unique<torch::optim::SGD>(model.parameters(), torch::optim::SGDOptions(1)),
+        group);
+    std::barrier<> both(2);
+    const unsigned hook =
+        model.weight.register_hook([&](const at::Tensor&) { both.arrive_and_wait(); });
+    std::string texts[2];
+    double steps = 0;
+    for (int i = 0; i < 200; ++i) {
+      const auto pass = [&](int n) { texts[n] = error_of([&] { model.loss().backward(); }); };
+      std::thread other([&] { pass(1); });
+      pass(0);
+      other.join();
+      if (!texts[0].empty() || !texts[1].empty()) break;
+      optimizer.step();
+      steps += 2;
+      EXPECT_TRUE(model.weight.eq(-2 * steps).all().item<bool>());
+    }
+    expect_words(texts[0] + texts[1], kTwoThreads);
+    expect_words(error_of([&] { optimizer.step(); }), kTwoThreads);
+    optimizer.zero_grad();
+    model.weight.remove_hook(hook);
+    model.loss().backward();
+    optimizer.step();
+    EXPECT_TRUE(model.weight.eq(-2 * (steps + 1)).all().item<bool>());
   });
 }
 

@@ -76,6 +76,10 @@ at::Tensor scale_of(const at::Tensor& output, double scale) {
   return at::full_like(output, held, output.options().requires_grad(false));
 }
 
+constexpr const char* kTwoThreads =
+    "backward passes: expected one at a time, got those of two threads at once; add up the losses "
+    "of all threads before one backward(), or start a rank for each of them";
+
 // What to do about incomplete gradients.
 std::string remedy(bool update_in_backward) {
   return update_in_backward
@@ -237,6 +241,7 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
 
 void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>& hand_over) {
   parts_.protocol.check_usable();
+  const std::unique_lock<std::mutex> turn = take_turn();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
   const NormalTensors normal;  // buckets outlive the pass
   check_capture();
@@ -264,6 +269,20 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
   }
 }
 
+std::unique_lock<std::mutex> BackwardPasses::take_turn() {
+  std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  const bool free = turn.owns_lock();
+  // Autograd takes a pass of backward() along to all of its hooks, and to passes that begin there.
+  if (!free || (running_ && PassUnderWay::current() == nullptr)) {
+    if (!free) turn.lock();  // the other thread uses what is changed here
+    const std::string text =
+        c10::str(kTwoThreads, ". Gradients are incomplete: ", remedy(parts_.update_in_backward));
+    break_pass(text);
+    TORCH_CHECK(false, "rank ", parts_.protocol.rank(), ": ", text);
+  }
+  return turn;
+}
+
 void BackwardPasses::break_pass(const std::string& reason) {
   if (parts_.update_in_backward) {
     parts_.protocol.end(reason);
@@ -273,6 +292,7 @@ void BackwardPasses::break_pass(const std::string& reason) {
 }
 
 void BackwardPasses::break_by(const std::string& pass, const std::string& error) {
+  const std::lock_guard<std::mutex> turn(turn_);
   // Else a hook of ours has said it already, with what to do.
   if (parts_.protocol.is_backward_broken() || parts_.protocol.has_failed()) return;
   break_pass(pass + " ended with an exception, so gradients are incomplete; " +
@@ -380,12 +400,14 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
 }
 
 void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
+  parts_.protocol.check_usable();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
-  const auto ended = c10::make_scope_exit([this, outer = running_] {
-    running_ = outer;
-    if (!outer) unwaited_.clear();
+  std::unique_lock<std::mutex> turn = take_turn();
+  const bool inside = running_.exchange(true);
+  const auto ended = c10::make_scope_exit([this, inside] {
+    running_ = inside;
+    if (!inside) unwaited_.clear();
   });
-  const bool inside = std::exchange(running_, true);
   begin();
   if (inside && parts_.reducer.micro_batches() != nullptr) {
     parts_.protocol.throw_misuse(
@@ -393,6 +415,7 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
         "got a second one in a hook of the first; add up the losses before one backward()");
   }
   const bool kept = keeps_gradients();
+  turn.unlock();
   std::shared_ptr<PassUnderWay> pass;
   const auto break_all = [&](const std::string& text) {
     break_by("a backward pass", text);
@@ -403,14 +426,14 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   };
   try {
     pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
+    const PassUnderWay::Guard under_way(pass);
     if (!kept) {
+      const std::unique_lock<std::mutex> begins = take_turn();
       const NormalTensors normal;
       parts_.reducer.begin_pass();
     }
-    {
-      const PassUnderWay::Guard under_way(pass);
-      differentiate();
-    }
+    differentiate();
+    const std::unique_lock<std::mutex> ends = take_turn();
     const NormalTensors normal;
     parts_.reducer.end_pass(kept);
   } catch (const std::exception& error) {

@@ -7,12 +7,18 @@
 // A gradient goes from autograd to its bucket in this order: the user's hooks, then
 // before_accumulation(), which writes it into the bucket where that is possible; otherwise autograd
 // accumulates it into p.grad(), and after_accumulation() hands over the sum.
+//
+// On a CPU torch adds up gradients of passes that run on several threads at once, by a mutex
+// outside of which it calls hooks. Here they are refused: a gradient that is put into a bucket
+// leaves its marker in p.grad(), to which another thread may be about to add.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -98,6 +104,9 @@ class BackwardPasses {
   // Runs `hand_over` for a gradient of `parameter`, unless the gradient is refused; an error leaves
   // the pass broken on all ranks.
   void run_in_hook(int64_t parameter, const std::function<void()>& hand_over);
+  // The turn of this thread to hand over gradients. Throws c10::Error, which leaves the pass broken
+  // on all ranks, where another thread has it, or runs a pass that this one does not belong to.
+  std::unique_lock<std::mutex> take_turn();
   void check_capture() const;
   void begin();
   // Gradients are incomplete for `reason`.
@@ -120,7 +129,8 @@ class BackwardPasses {
   std::vector<const torch::autograd::FunctionPreHook*> before_hooks_;
   std::vector<const torch::autograd::PostAccumulateGradHook*> after_hooks_;
   bool any_ = false;
-  bool running_ = false;  // run() is under way: it scales the gradients that arrive
+  std::atomic<bool> running_ = false;  // run() is under way: it scales the gradients that arrive
+  std::mutex turn_;                    // see take_turn()
   bool warned_ = false;
   int unused_steps_ = 0;           // in a row
   std::vector<uint8_t> unwaited_;  // per parameter: under way when run() began; or empty
