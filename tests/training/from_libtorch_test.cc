@@ -355,6 +355,42 @@ TEST_P(FromLibtorchTest, ParametersMoveAlongTheGradientForASecondPass) {
   });
 }
 
+// An average of one's own that is validated, or noise for one forward pass. In a step the masters
+// of 16-bit parameters move by less than these can.
+TEST_P(FromLibtorchTest, ParametersThatWereAwayForAWhileKeepTheirMasters) {
+  enum After { kNothing, kRefreshWorking, kRefreshMasters };
+  run([](const Group& group, const ZeroOptions& options) {
+    std::vector<at::Tensor> masters[3];
+    for (const After after : {kNothing, kRefreshWorking, kRefreshMasters}) {
+      Net net(1);
+      net.to(at::kBFloat16);
+      ZeroOptimizer optimizer(net, std::make_unique<torch::optim::SGD>(net.parameters(), 1e-4),
+                              group, options);
+      for (int step = 0; step < 6; ++step) {
+        Batch part = Batch(step).part_of(group);
+        part.x = part.x.to(at::kBFloat16);
+        part.y = part.y.to(at::kBFloat16);
+        optimizer.backward(loss(net, part));
+        optimizer.step();
+        if (after == kNothing) continue;
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& p : net.parameters()) {
+          const at::Tensor before = p.clone();
+          p.add_(1);
+          p.copy_(before);
+        }
+        after == kRefreshWorking ? optimizer.refresh_working_parameters()
+                                 : optimizer.refresh_master_parameters();
+      }
+      for (const at::Tensor& p : net.parameters()) masters[after].push_back(optimizer.master(p));
+    }
+    for (size_t p = 0; p < masters[kNothing].size(); ++p) {
+      EXPECT_TRUE(at::equal(masters[kRefreshWorking][p], masters[kNothing][p])) << p;
+      EXPECT_FALSE(at::equal(masters[kRefreshMasters][p], masters[kNothing][p])) << p;
+    }
+  });
+}
+
 struct Words : torch::nn::Module {
   explicit Words(const torch::nn::EmbeddingOptions& options)
       : embedding(register_module("embedding", torch::nn::Embedding(options))) {

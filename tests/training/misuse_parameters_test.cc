@@ -277,7 +277,8 @@ TEST(MisuseTest, EditedInPlace) {
     const at::Tensor old = r.model->last.clone();
     if (r.is(1)) r.model->last.add_(1);
     r.refuses_step(1, {"parameter last", "expected the values the last step left", "got version",
-                       "edited in place", "call refresh_master_parameters()"});
+                       "edited in place", "call refresh_master_parameters()",
+                       "refresh_working_parameters() where the values of the last step are back"});
     r.model->last.copy_(old);
     r.optimizer->refresh_master_parameters();
     r.clip_and_step();

@@ -354,7 +354,9 @@ void ParameterTable::verify_whole() const {
 void ParameterTable::verify_values() const {
   verify_shapes();
   constexpr const char* kRefresh =
-      "; call refresh_master_parameters() after changing parameters from outside";
+      "; call refresh_master_parameters() after changing parameters from outside, or "
+      "refresh_working_parameters() where the values of the last step are back, which keeps the "
+      "masters of 16-bit parameters";
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& p = parameters_[i];
     const at::Tensor& t = p.tensor;
