@@ -281,6 +281,24 @@ TEST(DeviceCaptureTest, WhatCannotBeCapturedIsRefused) {
   }
 }
 
+TEST(DeviceCaptureTest, AStepOutsideOfTheGraphOfItsBackwardPassIsRefused) {
+  run_device_ranks(1, [](const Group& group) {
+    TrainedRank run(group, Setting());
+    run.step();
+    run.graph.capture_begin();
+    run.optimizer.backward(run.model->loss(run.x, run.target));
+    run.graph.capture_end();
+    run.graph.replay();
+    run.optimizer.step();  // which knows of the pass that was captured
+    run.graph.replay();
+    expect_words(error_of([&] { run.optimizer.step(); }),
+                 {"as static_graph(true) promises", "got none at all",
+                  "CUDA graph that has backward() and not step()", "capture both"});
+    run.optimizer.zero_grad();
+    run.step();
+  });
+}
+
 // Replays run no code of the library, and NCCL reports no error of what a graph has.
 TEST(DeviceCaptureTest, AReplayEndsWhenARankHasEnded) {
   EmulatedNetwork network;

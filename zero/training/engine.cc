@@ -135,6 +135,11 @@ std::string static_problem(const Engine& engine) {
            "gradient to be used, as static_graph(true) promises; call zero_grad() of the "
            "ZeroOptimizer on all ranks, or make it without that option";
   }
+  if (!engine.reducer.any_used()) {
+    return "gradients: expected one of every parameter in every step, as static_graph(true) "
+           "promises, got none at all; call backward() first. Replays of a CUDA graph that has "
+           "backward() and not step() give none, since they run no code of the host: capture both";
+  }
   for (size_t i = 0; i < used.size(); ++i) {
     if (used[i] != 0) continue;
     return "parameter " + engine.table.parameters()[i].name +
