@@ -233,12 +233,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Throws in a capture, and for groups that step() refuses.
   void refresh_learning_rates();
 
-  // Forgets the gradients accumulated since the last step. Collective when there are any and after
-  // a call that threw, otherwise local and free; when only some ranks have any, the next collective
-  // call throws on all ranks and nothing is lost. Needed for gradients that must not count, since
-  // step() consumes the others. The module's own, on all ranks, does the same if it resets all
-  // parameters that have gradients; else the next collective call or pass throws. A clip is undone
-  // by this one alone.
+  // Forgets the gradients accumulated since the last step, and resets p.grad() whatever
+  // `set_to_none` is. Collective when there are any and after a call that threw, otherwise local
+  // and free; when only some ranks have any, the next collective call throws on all ranks and
+  // nothing is lost. Needed for gradients that must not count, since step() consumes the others.
+  // The module's own, on all ranks, does the same if it resets all parameters that have gradients;
+  // else the next collective call or pass throws. A clip is undone by this one alone.
   void zero_grad(bool set_to_none = true);
 
   // ---- Reading ----

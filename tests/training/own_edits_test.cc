@@ -10,9 +10,12 @@
 
 #include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
+#include "tests/support/warnings.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -177,6 +180,39 @@ TEST(OwnEditsTest, AGradientThatWasDroppedAfterACallThatFailedIsNotUsed) {
     r.own(0, 1);
     r.optimizer.step();
     r.expect(-1, -2.5);
+  });
+}
+
+// As kernels that write gradients into memory of their own have it: torch would use it in each
+// step.
+TEST(OwnEditsTest, AGradientThatWasPutThereOnceTrainsOneStepAndIsWarnedOf) {
+  on_ranks([](OwnRank& r) {
+    const auto put = [&] { r.model.b.mutable_grad() = at::full_like(r.model.b, 2); };
+    const Warnings warnings;
+    put();
+    r.own(1, 0);
+    r.optimizer.step();
+    put();
+    r.optimizer.step();
+    r.expect(-1, -4);
+    // Dropped ones, or those that a pass has added to, are not missed.
+    put();
+    r.own(0, 8);
+    r.optimizer.step();
+    r.expect(-1, -14);
+    put();
+    r.optimizer.reduce_gradients();
+    r.optimizer.zero_grad();
+    r.own(1, 0);
+    r.optimizer.step();
+    r.expect(-2, -14);
+    EXPECT_EQ(warnings.texts, std::vector<std::string>());
+    put();
+    for (int step = 0; step < 3; ++step) r.optimizer.step();
+    r.expect(-2, -16);
+    ASSERT_EQ(warnings.texts.size(), 1U);
+    expect_words(warnings.texts[0], {"step(): parameter b: expected a gradient in p.grad()",
+                                     "no backward pass had made", "again before each step"});
   });
 }
 

@@ -341,7 +341,13 @@ void GradientReducer::close_round() {
   for (int64_t p = 0; p < count; ++p) {
     if (packed_[p] != 0) continue;
     check_by_hand(p);
-    if (local_.has(p)) pack(p, local_.release(p));
+    if (local_.has(p)) {
+      if (local_.is_by_hand(p)) {
+        by_hand_.resize(used_.size());
+        by_hand_[p] = 1;
+      }
+      pack(p, local_.release(p));
+    }
     if (sums_ && sums_->has(p)) pack(p, at::Tensor());
   }
   send_round();
@@ -400,6 +406,7 @@ void GradientReducer::consume() {
   TORCH_INTERNAL_ASSERT(next_ == 0, "consume() with a round under way");
   in_pass_ = false;  // also of a pass that ended with an exception
   std::fill(used_.begin(), used_.end(), 0);
+  by_hand_.clear();
   local_.consume();
   if (sums_) sums_->forget();
   rounds_ = 0;
@@ -442,6 +449,7 @@ void GradientReducer::drop_resets() {
     // Other ranks have sent their part of the open round. It has no gradients but those.
     if (round_open()) send_round();
     dropped_ = rounds_;
+    by_hand_.clear();
     if (sums_) sums_->forget();
   }
   claim_gradients();

@@ -157,6 +157,9 @@ class GradientReducer {
   // 1 where this rank had a gradient since consume().
   const std::vector<uint8_t>& used() const { return used_; }
   bool any_used() const;
+  // 1 where a round since consume() has taken from p.grad() what was put there by hand, and no pass
+  // has added to; or empty.
+  const std::vector<uint8_t>& by_hand() const { return by_hand_; }
   // The own row, of ReducerOptions::shard_dtype: the mean over ranks, valid after complete() if
   // rounds > 0. Undefined where it is not kept.
   const at::Tensor& shard(int64_t bucket) const { return shards_[bucket]; }
@@ -234,6 +237,7 @@ class GradientReducer {
   const c10::Device device_;
   std::vector<at::Tensor> shards_;  // per bucket
   std::vector<uint8_t> used_;       // per parameter, since consume()
+  std::vector<uint8_t> by_hand_;    // the same, or empty
 
   // The open round.
   std::vector<uint8_t> packed_;  // per parameter

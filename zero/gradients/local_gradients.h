@@ -51,6 +51,10 @@ class LocalGradients {
 
   // Returns whether there is a gradient that was not sent.
   bool has(int64_t parameter) const;
+  // Returns whether p.grad() has a gradient that no pass has left there.
+  bool is_by_hand(int64_t parameter) const {
+    return states_[parameter].holds == Holds::kUnknown && grad(parameter).defined();
+  }
   // Returns whether a part of the gradient was sent since consume().
   bool is_sent(int64_t parameter) const { return states_[parameter].sent; }
   // Returns whether p.grad() holds a marker.

@@ -509,6 +509,19 @@ void BackwardPasses::check_used(const Agreement& agreement, bool all_ranks) {
              "under a NoGradGuard, or from detached tensors?");
 }
 
+void BackwardPasses::check_by_hand() {
+  for (size_t p = 0; p < by_hand_.size() && !warned_of_by_hand_; ++p) {
+    if (by_hand_[p] == 0 || parts_.reducer.used()[p] != 0) continue;
+    warned_of_by_hand_ = true;
+    TORCH_WARN("rank ", parts_.protocol.rank(), ": step(): parameter ",
+               parts_.table.parameters()[p].name,
+               ": expected a gradient in p.grad(), where the last step found one that no backward "
+               "pass had made, got none, so that this rank has none for it. step() takes gradients "
+               "out of p.grad(): put yours there again before each step");
+  }
+  by_hand_ = parts_.reducer.by_hand();
+}
+
 at::Tensor BackwardPasses::scale_loss(const at::Tensor& loss) {
   parts_.record.follow_loss_scale();
   any_ = scaled_ = true;

@@ -72,6 +72,9 @@ class BackwardPasses {
   // all of them. torch refuses such a loss at once, but with dropped layers it may be meant.
   void check_used(const Agreement& agreement, bool all_ranks);
   static constexpr int kUnusedSteps = 10;
+  // To be called by each step. Warns once where a gradient was put into p.grad() by hand before the
+  // last step, which has taken it out, and is not there now: torch would use it again.
+  void check_by_hand();
   // Returns whether a pass began, or that of another optimizer arrived, or a loss was scaled since
   // the last step.
   bool any() const { return any_; }
@@ -132,6 +135,8 @@ class BackwardPasses {
   std::atomic<bool> running_ = false;  // run() is under way: it scales the gradients that arrive
   std::mutex turn_;                    // see take_turn()
   bool warned_ = false;
+  std::vector<uint8_t> by_hand_;  // GradientReducer::by_hand() of the last step
+  bool warned_of_by_hand_ = false;
   int unused_steps_ = 0;           // in a row
   std::vector<uint8_t> unwaited_;  // per parameter: under way when run() began; or empty
   bool scaled_ = false;            // scale_loss() was called since the last step

@@ -172,6 +172,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
   }
   const Agreement agreement = agree(Call::kStep, check, {argument, std::move(by_domain)});
   const TraceRange range("step");
+  passes.check_by_hand();
   if (agreement.rounds == reducer.rounds_dropped()) {
     record.add_nothing();
     forget_gradients();
