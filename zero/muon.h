@@ -121,8 +121,8 @@ struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonPa
 // Muon: the momentum of a matrix, made orthogonal.
 class Muon : public torch::optim::Optimizer {
  public:
-  // Throw c10::Error for options that cannot train, in any group, and for a parameter that is not a
-  // matrix in a group without a split.
+  // Throw c10::Error for options that cannot train, in any group, for a parameter that is not a
+  // matrix in a group without a split, and for one that its split does not cover.
   explicit Muon(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                 MuonOptions defaults = {});
   explicit Muon(std::vector<at::Tensor> params, MuonOptions defaults = {});

@@ -131,6 +131,19 @@ TEST(ConstructionTest, MuonOnDifferentProcessorsNeedsADtype) {
   EXPECT_EQ(error(at::kFloat), (Words{"", ""}));
 }
 
+// Those of a group may be set behind the constructor of Muon, which looks at its split too.
+TEST(ConstructionTest, ASplitThatDoesNotCoverItsParameter) {
+  expect_unusable(
+      [](Ingredients& in, const Group&) {
+        const at::Tensor weight = in.model->trunk->weight;
+        auto muon = std::make_unique<Muon>(std::vector<at::Tensor>{weight});
+        static_cast<MuonOptions&>(muon->param_groups()[0].options())
+            .split(split_rows({weight.size(0) - 1}));
+        in.inner = std::move(muon);
+      },
+      {"parameter trunk.weight: split_rows: expected a matrix of"});
+}
+
 TEST(ConstructionTest, OptionsOfAnotherClassThanTheInnerOptimizers) {
   expect_unusable(
       [](Ingredients& in, const Group&) {

@@ -92,16 +92,6 @@ void check_options(const MuonOptions& o) {
               "Muon: expected ns_dtype kBFloat16 or kFloat, got ", *o.ns_dtype());
 }
 
-void check_parameter(const at::Tensor& p, const MuonOptions& o) {
-  TORCH_CHECK(p.is_floating_point(), "Muon: expected parameters of a floating-point dtype, got ",
-              p.scalar_type());
-  TORCH_CHECK(p.dim() == 2 || o.split(), "Muon: expected matrices, got a parameter of shape ",
-              p.sizes(),
-              ". Give biases, norms and embeddings to another optimizer, such as "
-              "torch::optim::AdamW; for a parameter that consists of matrices (a convolution, "
-              "experts in one tensor), set MuonOptions::split() in a group of its own");
-}
-
 // Fails unless `views`, of split(), are matrices that cover p once. What they cover depends on
 // their places alone, so that the elements are counted once for each list of places: on the host,
 // which needs no wait for a GPU.
@@ -138,6 +128,27 @@ void check_views(const at::Tensor& p, const std::vector<at::Tensor>& views) {
               "one, got elements in none or in several for shape ",
               p.sizes());
   known.insert(std::move(places));
+}
+
+// The matrices of p that are orthogonalised, each by itself. Throws c10::Error for a parameter that
+// is none, and for a split that does not suit it.
+std::vector<at::Tensor> matrices_of(const at::Tensor& p, const MuonOptions& o) {
+  TORCH_CHECK(p.is_floating_point(), "Muon: expected parameters of a floating-point dtype, got ",
+              p.scalar_type());
+  TORCH_CHECK(p.dim() == 2 || o.split(), "Muon: expected matrices, got a parameter of shape ",
+              p.sizes(),
+              ". Give biases, norms and embeddings to another optimizer, such as "
+              "torch::optim::AdamW; for a parameter that consists of matrices (a convolution, "
+              "experts in one tensor), set MuonOptions::split() in a group of its own");
+  if (!o.split() || p.numel() == 0) return {p};
+  std::vector<at::Tensor> views = o.split()(p);
+  check_views(p, views);
+  return views;
+}
+
+void check_parameter(const at::Tensor& p, const MuonOptions& o) {
+  const at::NoGradGuard no_grad;  // as in a step
+  matrices_of(p, o);
 }
 
 double adjusted_lr(const MuonOptions& o, const at::Tensor& matrix) {
@@ -295,10 +306,7 @@ at::Tensor Muon::step(LossClosure closure) {
     Updates updates(options);
     for_each_gradient(group, "Muon", [&](at::Tensor& p, const at::Tensor& gradient) {
       if (p.numel() == 0) return;
-      check_parameter(p, options);
-      const std::vector<at::Tensor> matrices =
-          options.split() ? options.split()(p) : std::vector<at::Tensor>{p};
-      if (options.split()) check_views(p, matrices);
+      const std::vector<at::Tensor> matrices = matrices_of(p, options);
       const at::Tensor buffer =
           followed_momentum(state_[p.unsafeGetTensorImpl()], gradient, options.momentum());
       exact_scale(p, 1.0 - options.lr() * options.weight_decay());
