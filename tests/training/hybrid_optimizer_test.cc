@@ -528,6 +528,7 @@ TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
     const std::string text = zero::error_of([&] { optimizer.check_replicas(); });
     expect_words(text, {"rank " + std::to_string(world.rank()) + ": ", local.logical[3]->name,
                         "expected the same values on every rank", "hold hash"});
+    EXPECT_EQ(text.find("the optimizer was not made"), std::string::npos) << text;
     // Which is an edit in place as well, of one rank.
     expect_words(
         zero::error_of([&] { optimizer.save_checkpoint(::testing::TempDir() + "/hybrid"); }),

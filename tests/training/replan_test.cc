@@ -517,7 +517,8 @@ TEST(ReplanTest, WhatTheProgramHasChangedBeforeIsRefusedAndChangesNothing) {
     });
   };
   refuses(
-      {"rank 0: options of parameter group 1", "lr 0.02", "lr 0.04"},
+      {"freeze(): expected the same", "rank 0: options of parameter group 1", "lr 0.02", "lr 0.04",
+       "make the call with the same"},
       [](Job& job) { job.set_rate(job.differs ? 0.04 : 0.02); },
       [](Job& job) { job.set_rate(0.02); });
   const auto register_late = [](Job& job) { job.model.register_buffer("late", at::ones({2})); };

@@ -122,7 +122,7 @@ void OptimizerCommunicators::connect(const ShardDomains& all) {
 }
 
 void OptimizerCommunicators::check_each_domain(
-    const std::function<void(int64_t, Communicator&)>& check) {
+    const std::function<void(int64_t, Communicator&)>& check, const std::string& call) {
   std::string problem;
   for (size_t d = 0; d < agreements_.size(); ++d) {
     for (Communicator* group : {agreements_[d].data, agreements_[d].replicas}) {
@@ -136,7 +136,7 @@ void OptimizerCommunicators::check_each_domain(
       }
     }
   }
-  check_construction(*control, problem, {});
+  check_construction(*control, problem, {}, call);
 }
 
 void OptimizerCommunicators::check_domains(

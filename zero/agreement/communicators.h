@@ -55,8 +55,10 @@ struct OptimizerCommunicators {
   bool agree_domains(const std::vector<std::string>& arguments,
                      const std::vector<int64_t>& domain_of, std::vector<uint8_t>& used);
   // Calls check(d, group) for every domain d and each of the two groups that hold the same
-  // parameters, all of them even if one throws; then all ranks of the mesh throw.
-  void check_each_domain(const std::function<void(int64_t, Communicator&)>& check);
+  // parameters, all of them even if one throws; then all ranks of the mesh throw. `call` as in
+  // check_construction().
+  void check_each_domain(const std::function<void(int64_t, Communicator&)>& check,
+                         const std::string& call = {});
 
   // Runs body(), which communicates. When it throws and a communicator has failed, this announces
   // it to the other ranks and adds what they announce to the error, which stays a

@@ -21,6 +21,10 @@ std::string join(const std::vector<std::string>& lines) {
   return text;
 }
 
+std::string place_of(const std::string& call) {
+  return call.empty() ? " at construction" : " of " + call;
+}
+
 constexpr char kEnd[] = "(nothing more)";
 
 // Returns whether `own` is the same on all ranks. Collective.
@@ -41,8 +45,9 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
   return prefixes;
 }
 
-[[noreturn]] void throw_problem(Communicator& communicator, const std::string& problem) {
-  const auto all = communicator.all_gather_text(problem, "problems at construction");
+[[noreturn]] void throw_problem(Communicator& communicator, const std::string& problem,
+                                const std::string& call) {
+  const auto all = communicator.all_gather_text(problem, "problems" + place_of(call));
   TORCH_CHECK(problem.empty(), "rank ", communicator.rank(), ": ", problem);
   std::string text;
   std::vector<int> ranks;
@@ -52,14 +57,17 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
     ranks.push_back(static_cast<int>(r));
   }
   throw_error(RowCommunicator(communicator).are_newcomers(ranks),
-              c10::str("rank ", communicator.rank(),
-                       ": the optimizer was not made on any rank because of:", text));
+              c10::str("rank ", communicator.rank(), ": ",
+                       call.empty() ? "the optimizer was not made on any rank"
+                                    : call + " was given up by all ranks",
+                       " because of:", text));
 }
 
 // Ranks send the line that differs and not all lines: models have 100,000 of them.
-[[noreturn]] void throw_difference(Communicator& communicator, std::vector<std::string> lines) {
+[[noreturn]] void throw_difference(Communicator& communicator, std::vector<std::string> lines,
+                                   const std::string& call) {
   at::Tensor longest = at::full({1}, static_cast<int64_t>(lines.size()), at::kLong);
-  communicator.all_reduce_max(longest, "number of arguments at construction").wait();
+  communicator.all_reduce_max(longest, "number of arguments" + place_of(call)).wait();
   lines.resize(static_cast<size_t>(longest.item<int64_t>()), kEnd);
   const std::vector<Fingerprint> prefixes = fingerprints_of_prefixes(lines);
   // The first `same` lines are equal on all ranks, and of the first `different` some is not.
@@ -68,7 +76,7 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
     const size_t middle = same + (different - same) / 2;
     (same_everywhere(communicator, prefixes[middle]) ? same : different) = middle;
   }
-  const auto all = communicator.all_gather_text(lines[same], "arguments at construction");
+  const auto all = communicator.all_gather_text(lines[same], "arguments" + place_of(call));
   std::string got;
   std::vector<int> ranks;
   for (size_t r = 1; r < all.size(); ++r) {
@@ -77,23 +85,26 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
     ranks.push_back(static_cast<int>(r));
   }
   TORCH_INTERNAL_ASSERT(!got.empty(), "descriptions hash differently but are equal");
-  throw_error(RowCommunicator(communicator).are_newcomers(ranks),
-              c10::str("rank ", communicator.rank(),
-                       ": expected the same model, options and optimizer on every rank; the first "
-                       "difference is\n  rank 0: ",
-                       all[0], got,
-                       "\nbuild the model alike on all ranks, with names, shapes and dtypes in the "
-                       "same order",
-                       RowCommunicator(communicator).has_newcomers()
-                           ? "; a process that joins registers what the others have registered "
-                             "since, as by a forward pass, before it makes its optimizer"
-                           : ""));
+  throw_error(
+      RowCommunicator(communicator).are_newcomers(ranks),
+      c10::str("rank ", communicator.rank(), ": ", call, call.empty() ? "" : ": ",
+               "expected the same model, options and optimizer on every rank; the first "
+               "difference is\n  rank 0: ",
+               all[0], got,
+               call.empty() ? "\nbuild the model alike on all ranks, with names, shapes and "
+                              "dtypes in the same order"
+                            : "\nmake the call with the same model, parameters and options "
+                              "on all ranks",
+               RowCommunicator(communicator).has_newcomers()
+                   ? "; a process that joins registers what the others have registered "
+                     "since, as by a forward pass, before it makes its optimizer"
+                   : ""));
 }
 
 }  // namespace
 
 void check_construction(Communicator& communicator, const std::string& problem,
-                        const std::vector<std::string>& lines) {
+                        const std::vector<std::string>& lines, const std::string& call) {
   if (communicator.world_size() == 1) {
     TORCH_CHECK(problem.empty(), "rank 0: ", problem);
     return;
@@ -102,9 +113,9 @@ void check_construction(Communicator& communicator, const std::string& problem,
   auto* words = message.mutable_data_ptr<int32_t>();
   words[0] = problem.empty() ? 0 : 1;
   std::ranges::copy(fingerprint_of(join(lines)), words + 1);
-  communicator.all_reduce_max(message, "check of arguments at construction").wait();
-  if (words[0] != 0) throw_problem(communicator, problem);
-  if (!all_equal(words + 1)) throw_difference(communicator, lines);
+  communicator.all_reduce_max(message, "check of arguments" + place_of(call)).wait();
+  if (words[0] != 0) throw_problem(communicator, problem, call);
+  if (!all_equal(words + 1)) throw_difference(communicator, lines, call);
 }
 
 }  // namespace zero

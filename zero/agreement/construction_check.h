@@ -17,8 +17,9 @@ namespace zero {
 // describes what must be equal, one fact a line. Throws c10::Error on every rank when a rank has a
 // problem (naming it and the reason) or when lines differ (giving the first difference: rank 0's
 // line as expected, and the ranks that got another one). Where only ranks that join the job are the
-// reason, the others throw CommunicationError: they may go on without those.
+// reason, the others throw CommunicationError: they may go on without those. `call` is the name of
+// one that changes an optimizer as construction would make it.
 void check_construction(Communicator& communicator, const std::string& problem,
-                        const std::vector<std::string>& lines);
+                        const std::vector<std::string>& lines, const std::string& call = {});
 
 }  // namespace zero

@@ -224,7 +224,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   };
   engine.agree(change.call, check,
                {text_of(change.parameters, engine.module) + change.arguments, {}});
-  check_construction(*engine.comms->control, /*problem=*/{}, lines);
+  check_construction(*engine.comms->control, /*problem=*/{}, lines, call_name(change.call));
 }
 
 std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,

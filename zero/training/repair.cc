@@ -97,10 +97,12 @@ void check_replicas(Engine& engine) {
                              *engine.comms->control, [](int64_t) { return true; });
     return;
   }
-  engine.comms->check_each_domain([&](int64_t domain, Communicator& ranks) {
-    check_working_parameters(engine.table, engine.shards, ranks.rank(), ranks,
-                             [&](int64_t p) { return engine.protocol.domain_of(p) == domain; });
-  });
+  engine.comms->check_each_domain(
+      [&](int64_t domain, Communicator& ranks) {
+        check_working_parameters(engine.table, engine.shards, ranks.rank(), ranks,
+                                 [&](int64_t p) { return engine.protocol.domain_of(p) == domain; });
+      },
+      call_name(Call::kCheckReplicas));
 }
 
 void refresh_masters(Engine& engine) {
