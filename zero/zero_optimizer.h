@@ -301,7 +301,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   void freeze(const std::vector<at::Tensor>& parameters);
   // Collective. The reverse: `parameters` of the module, old or new, join a group without state.
   // Default: the group that freeze() took each from, or in which it was frozen at construction;
-  // else group 0. Refuses what the class of the group does, a bias for Muon for example.
+  // else group 0. A process that has joined since freeze() does not know that group: name it then.
+  // Refuses what the class of the group does, a bias for Muon for example.
   void unfreeze(const std::vector<at::Tensor>& parameters,
                 std::optional<size_t> param_group = std::nullopt);
   // Collective. The same, with a new parameter group. Without options it has the inner optimizer's
