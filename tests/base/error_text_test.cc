@@ -66,5 +66,20 @@ TEST(ErrorLineTest, HasTheReasonOfNccl) {
   EXPECT_EQ(line_of(general + "\nncclInternalError: Internal check failed."), general);
 }
 
+TEST(ErrorTextTest, WhateverAHandlerHasCaughtHasAText) {
+  const auto text = [](const std::function<void()>& call) -> std::string {
+    try {
+      call();
+    } catch (...) {
+      return text_of_caught();
+    }
+    return {};
+  };
+  EXPECT_EQ(text([] { TORCH_CHECK(false, "an error of ours"); }), "an error of ours");
+  EXPECT_EQ(text([] { throw std::runtime_error("of the standard library"); }),
+            "of the standard library");
+  EXPECT_EQ(text([] { throw 1; }), kNoStdException);
+}
+
 }  // namespace
 }  // namespace zero

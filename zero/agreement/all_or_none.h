@@ -13,9 +13,6 @@
 
 namespace zero {
 
-// What errors say of whatever else an object or a hook of the user throws.
-inline constexpr const char* kNoStdException = "an exception that is no std::exception";
-
 // Collective. Runs `body` on every rank and returns what it returned on each, by
 // rank. Where it threw on any rank, throws on all: the lowest of those ranks and what it said. Only
 // where each of them threw CommunicationError this does too; else it names the lowest that threw

@@ -9,7 +9,6 @@
 #include <set>
 #include <sstream>
 
-#include "zero/agreement/all_or_none.h"
 #include "zero/agreement/construction_check.h"
 #include "zero/agreement/used_flags.h"
 #include "zero/base/error_text.h"

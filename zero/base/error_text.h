@@ -23,8 +23,23 @@ inline std::string error_text(const std::exception& error) {
   return memory ? c10::str("out of memory (", error.what(), ")") : error.what();
 }
 
-// The same for a message within a message: its first line, and the reason of NCCL, which libtorch
-// writes behind a first line that is the same for nearly all errors.
+// What errors say of whatever else an object or a hook of the user throws.
+inline constexpr const char* kNoStdException = "an exception that is no std::exception";
+
+// Returns the text of the exception that a handler has caught, of whatever type. To be called in
+// the handler.
+inline std::string text_of_caught() {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    return error_text(error);
+  } catch (...) {
+    return kNoStdException;
+  }
+}
+
+// The same as error_text() for a message within a message: its first line, and the reason of NCCL,
+// which libtorch writes behind a first line that is the same for nearly all errors.
 inline std::string error_line(const std::exception& error) {
   constexpr std::string_view kReason = "\nLast error:\n";
   const std::string text = error_text(error);

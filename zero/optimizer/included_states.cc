@@ -7,10 +7,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <functional>
 
-#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/inner_optimizers/registry.h"
 
@@ -142,14 +140,12 @@ void StateChange::set(const StatesToSet& states) {
 StateChange::~StateChange() {
   if (former_.empty()) return;
   const auto take_back = [](const char* what, const std::function<void()>& back) {
-    std::string problem = kNoStdException;
     try {
-      return back();
-    } catch (const std::exception& error) {
-      problem = error_text(error);
+      back();
     } catch (...) {  // whatever an object of the user throws
+      TORCH_WARN("load_checkpoint: ", what,
+                 " did not take back its own former state: ", text_of_caught());
     }
-    TORCH_WARN("load_checkpoint: ", what, " did not take back its own former state: ", problem);
   };
   for (auto former = former_.rbegin(); former != former_.rend(); ++former) {
     take_back("an object", [&] { former->first->set_state(former->second); });

@@ -274,11 +274,8 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
       refusal = std::current_exception();
     }
     return engine.make_again(inner, engine.group(), groups, Engine::Frozen::kUnmanaged);
-  } catch (const std::exception& error) {
-    close(error_text(error));
-    throw;
   } catch (...) {  // whatever an object of the user throws
-    close(kNoStdException);
+    close(text_of_caught());
     throw;
   }
 }

@@ -18,7 +18,6 @@
 #include <memory>
 #include <utility>
 
-#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/base/normal_tensors.h"
 #include "zero/inner_optimizers/classes.h"

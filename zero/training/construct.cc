@@ -9,7 +9,6 @@
 #include <sstream>
 
 #include "bookkeeping/layout.h"
-#include "zero/agreement/all_or_none.h"
 #include "zero/agreement/construction_check.h"
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
@@ -282,10 +281,8 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     if (domains->uniform) {
       for (std::string& line : described(-1)) lines.push_back(std::move(line));
     }
-  } catch (const std::exception& error) {
-    problem = error_text(error);
-  } catch (...) {
-    problem = kNoStdException;
+  } catch (...) {  // whatever an object of the user throws
+    problem = text_of_caught();
   }
   const auto agree = [&] {
     check_construction(*comms->control, problem, lines);

@@ -10,7 +10,6 @@
 #include <numeric>
 #include <utility>
 
-#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/device_stream.h"

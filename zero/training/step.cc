@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "bookkeeping/layout.h"
-#include "zero/agreement/all_or_none.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
@@ -165,10 +164,8 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
       std::string& text = by_domain[domains.of_group[g]];
       text += (text.empty() ? "options " : "; ") + step_options_text(groups[g].options());
     }
-  } catch (const std::exception& error) {
-    no_text = error_text(error);
   } catch (...) {  // whatever an object of the user throws
-    no_text = kNoStdException;
+    no_text = text_of_caught();
   }
   const Agreement agreement = agree(Call::kStep, check, {argument, std::move(by_domain)});
   const TraceRange range("step");
