@@ -484,6 +484,12 @@ TEST(MuonTest, ASplitThatDoesNotCoverAParameterOnceIsRefused) {
   expect_words(error([](const at::Tensor& t) { return Params{t.view({-1})}; }),
                {"to return matrices, got one of shape [24]"});
   expect_words(error(split_rows({3, 4})), {"a matrix of 7 rows, got a tensor of shape [6, 4]"});
+  // resize_rows() asks for a parameter that has no memory yet.
+  const at::Tensor resized = at::empty({6, 4}, at::kMeta);
+  EXPECT_EQ(error_of([&] {
+              Muon(Params{resized}, MuonOptions(0.1).split(split_rows({2, 4})));
+            }),
+            "");
 }
 
 TEST(MuonTest, AStepAsksForViewsOfParametersAndUpdatesAlone) {
