@@ -34,7 +34,8 @@ def shared_targets():
         room, given = build.parent.name, {word.arg: word.value for word in rule.keywords}
         sources = ast.literal_eval(given["sources"]) if "sources" in given else []
         if len(sources) > 1:
-            targets |= {f"{room}/{file}": f"//tests/{room}:{given['name'].value}" for file in sources}
+            target = f"//tests/{room}:{given['name'].value}"
+            targets |= {f"{room}/{file}": target for file in sources}
     return targets
 
 

@@ -3,7 +3,9 @@
 """Targets of tests/<room>/: each is called after its source and depends on the room that it tests.
 
 Small ones of a room and of the same tags are one target, <room>_test: most of their time is that in
-which a program loads libtorch. A target names what it needs besides: `support` are libraries of //tests/support, `deps` all others.
+which a program loads libtorch.
+
+A target names what it needs besides: `support` are libraries of //tests/support, `deps` all others.
 """
 
 load("//third_party:zero.bzl", "zero_cc_binary", "zero_cc_library", "zero_cc_test")
