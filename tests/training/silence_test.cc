@@ -165,7 +165,7 @@ void expect_named_in_time(const std::vector<Death>& deaths) {
 TEST(SilenceTest, NeverStarted) {
   expect_named_in_time({{2, 1, "never", "start"},
                         {2, 0, "never", "start"},
-                        {3, 2, "never", "start", /*seconds_late=*/2}});
+                        {3, 2, "never", "start", /*seconds_late=*/1}});
 }
 
 TEST(SilenceTest, StoppedOrKilledWhileItTrains) {
