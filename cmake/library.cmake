@@ -69,31 +69,40 @@ if(ZERO_CUDA)
   set_target_properties(zero_cuda_objects PROPERTIES POSITION_INDEPENDENT_CODE ON)
 endif()
 
-# No loop of a step is in them: see third_party/zero.bzl. In build types whose precompiled header has
+add_library(zero_objects OBJECT)
+# No loop of a step is in these: see third_party/zero.bzl. In build types whose precompiled header has
 # another macro for its optimisation, it would fit none of them.
+add_library(zero_cold_objects OBJECT)
 foreach(source IN LISTS zero_sources)
   cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE path)
   if(path MATCHES "^zero/(agreement|base|checkpoint|comm|inner_optimizers|optimizer|recovery|rendezvous)/")
-    set_source_files_properties("${source}" PROPERTIES
-      COMPILE_OPTIONS "$<$<CONFIG:Release,RelWithDebInfo>:-O1>")
+    target_sources(zero_cold_objects PRIVATE "${source}")
+    # These have names of their own that others of them have, too.
+    if(path MATCHES "^zero/(inner_optimizers|recovery|rendezvous)/|/(file_exchange|group_health|safetensors|shared_peers|weights|whole_exchange).cc$")
+      set_source_files_properties("${source}" PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    endif()
+  else()
+    target_sources(zero_objects PRIVATE "${source}")
   endif()
 endforeach()
 
-add_library(zero_objects OBJECT ${zero_sources})
-zero_compile_options(zero_objects)
-target_include_directories(zero_objects SYSTEM PRIVATE "${ZERO_XXHASH_INCLUDE_DIR}")
-target_link_libraries(zero_objects PRIVATE nlohmann_json::nlohmann_json)
+zero_instantiate_plugin(plugin)
+foreach(objects IN ITEMS zero_objects zero_cold_objects)
+  zero_compile_options(${objects})
+  target_include_directories(${objects} SYSTEM PRIVATE "${ZERO_XXHASH_INCLUDE_DIR}")
+  target_link_libraries(${objects} PRIVATE nlohmann_json::nlohmann_json)
+  target_compile_options(${objects} PRIVATE -Wno-unknown-pragmas ${plugin})
+  # Several sources in one unit read the precompiled header once. Whoever works on the library has
+  # single files: tests, or tools that read compile_commands.json, as in each preset.
+  if(NOT DEFINED CMAKE_UNITY_BUILD AND NOT ZERO_TESTS AND NOT CMAKE_EXPORT_COMPILE_COMMANDS)
+    set_target_properties(${objects} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
+  endif()
+endforeach()
 # Most of the time to compile a file is libtorch's headers, and the templates of their inline
 # functions: see third_party/pch. CMake passes clang's own option by itself.
 target_precompile_headers(zero_objects PRIVATE "${PROJECT_SOURCE_DIR}/third_party/pch/torch.pch")
-zero_instantiate_plugin(plugin)
-target_compile_options(zero_objects PRIVATE -Wno-unknown-pragmas ${plugin})
-# Several sources in one unit read the precompiled header once. CMake leaves those with options of
-# their own out of units. Whoever works on the library has single files: tests, or tools that read
-# compile_commands.json, as in each preset.
-if(NOT DEFINED CMAKE_UNITY_BUILD AND NOT ZERO_TESTS AND NOT CMAKE_EXPORT_COMPILE_COMMANDS)
-  set_target_properties(zero_objects PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
-endif()
+target_precompile_headers(zero_cold_objects REUSE_FROM zero_objects)
+target_compile_options(zero_cold_objects PRIVATE "$<$<CONFIG:Release,RelWithDebInfo>:-O1>")
 set_source_files_properties("${PROJECT_SOURCE_DIR}/zero/comm/backends/gloo.cc" PROPERTIES
   COMPILE_DEFINITIONS USE_C10D_GLOO
   INCLUDE_DIRECTORIES "${PROJECT_SOURCE_DIR}/third_party/gloo_stubs")
@@ -121,7 +130,8 @@ foreach(source IN LISTS zero_kernel_sources)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${flags}")
 endforeach()
 
-add_library(zero $<TARGET_OBJECTS:zero_objects> $<TARGET_OBJECTS:zero_kernel_objects>)
+add_library(zero $<TARGET_OBJECTS:zero_objects> $<TARGET_OBJECTS:zero_cold_objects>
+  $<TARGET_OBJECTS:zero_kernel_objects>)
 add_library(zero::zero ALIAS zero)
 target_compile_features(zero PUBLIC cxx_std_20)
 # The flag and not OpenMP::OpenMP_CXX, which names the compiler's libgomp by its path: a wheel of
