@@ -10,7 +10,6 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize/archive.h>
 
 #include <chrono>
 #include <filesystem>
@@ -21,7 +20,6 @@
 #include <vector>
 
 #include "tests/support/error_of.h"
-#include "tests/support/own_optimizer.h"
 #include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/adafactor.h"
@@ -551,61 +549,6 @@ TEST(ResizeRowsTest, MomentumOfMuonFollowsTheOwner) {
       }
     });
   }
-}
-
-// A class of a user's own, whose state is many numbers.
-struct Counts : torch::optim::OptimizerCloneableParamState<Counts> {
-  std::vector<int64_t> of = std::vector<int64_t>(40);
-
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    for (size_t i = 0; i < of.size(); ++i) archive.write(c10::str("count", i), of[i]);
-  }
-  void serialize(torch::serialize::InputArchive& archive) override {
-    for (size_t i = 0; i < of.size(); ++i) {
-      c10::IValue value;
-      archive.read(c10::str("count", i), value);
-      of[i] = value.toInt();
-    }
-  }
-};
-
-class Counting : public Optimizer {
- public:
-  explicit Counting(const at::Tensor& parameter)
-      : Optimizer({parameter}, std::make_unique<OwnOptions>()) {}
-  at::Tensor step(LossClosure) override {
-    for (const at::Tensor& p : param_groups_[0].params()) {
-      if (!p.grad().defined()) continue;
-      auto& slot = state_[p.unsafeGetTensorImpl()];
-      if (!slot) slot = std::make_unique<Counts>();
-      auto& counts = static_cast<Counts&>(*slot).of;
-      for (size_t i = 0; i < counts.size(); ++i) counts[i] += static_cast<int64_t>(i);
-    }
-    return {};
-  }
-};
-
-TEST(ResizeRowsTest, StateOfAnyNumberOfKindsMoves) {
-  run_ranks(2, [](const Group& group) {
-    const at::Tensor weight = random_tensor({64, 6}, 1).requires_grad_();
-    NamedTensors list;
-    list.insert("weight", weight);
-    ZeroOptimizer optimizer(list, std::make_unique<Counting>(weight), group,
-                            ZeroOptions().elementwise(true));
-    for (const int64_t steps : {1, 2}) {
-      optimizer.backward(weight.square().sum());
-      optimizer.step();
-      for (const at::Tensor& master : optimizer.inner().param_groups()[0].params()) {
-        const auto state = optimizer.inner().state().find(master.unsafeGetTensorImpl());
-        if (state == optimizer.inner().state().end()) continue;
-        const auto& counts = static_cast<const Counts&>(*state->second).of;
-        for (size_t i = 0; i < counts.size(); ++i) {
-          EXPECT_EQ(counts[i], steps * static_cast<int64_t>(i));
-        }
-      }
-      if (steps == 1) optimizer.resize_rows({{weight, random_rows(64, 32, 1, false)}});
-    }
-  });
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 #include <bit>
 #include <limits>
 #include <map>
-#include <sstream>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -33,6 +33,7 @@ namespace zero {
 namespace {
 
 constexpr const char* kMaster = "master";
+constexpr size_t kMostKinds = 31;  // bits of the flags that ranks put together
 
 // ---- What is asked for
 
@@ -145,12 +146,15 @@ std::string text_of(const Engine& engine, const std::vector<RowSources>& sources
 
 // ---- What moves
 
-// One tensor or number of each parameter that has it: its master, or one of its state.
+// One tensor of each parameter that has it: its master, or one of its state.
 struct Kind {
   std::string name;
   c10::ScalarType dtype = at::kFloat;
-  std::vector<uint8_t> of;    // per parameter
-  std::vector<int64_t> bits;  // of numbers, per parameter, as bits_of()
+  std::vector<uint8_t> of;  // per parameter
+};
+// One number of each parameter that has it.
+struct ValueKind : Kind {
+  std::vector<int64_t> bits;  // per parameter, as bits_of()
 };
 
 int64_t bits_of(const at::Tensor& value) {
@@ -176,7 +180,7 @@ struct HeldShards {
   Plan plan;
   std::vector<HeldSegment> segments;
   std::vector<Kind> kinds;
-  std::vector<Kind> values;
+  std::vector<ValueKind> values;
   StepCounts::Values counts;
   LossScaler::State scale;
 };
@@ -213,33 +217,59 @@ void hold(Engine& engine, HeldShards& held) {
 
 // Collective. A rank may hold nothing of a parameter, and none of its state is then there.
 void agree_on_kinds(Communicator& control, size_t parameters, HeldShards& held) {
-  // Per line a parameter, the bits of its number, a dtype, "t" of a tensor or "v", and the name.
-  std::string own;
+  // 1. The names that any rank has, in one order: "t" of tensors and "v" of values.
+  std::set<std::string> names;
+  const auto name = [](char which, const std::string& kind, const at::Tensor& tensor) {
+    return c10::str(which, static_cast<int>(tensor.scalar_type()), " ", kind, "\n");
+  };
   for (const HeldSegment& h : held.segments) {
-    const auto add = [&](int64_t bits, c10::ScalarType dtype, char which, const std::string& name) {
-      own += c10::str(h.segment.parameter, " ", bits, " ", static_cast<int>(dtype), " ", which,
-                      name, "\n");
-    };
-    for (const auto& [kind, tensor] : h.tensors) add(0, kind.second, 't', kind.first);
-    for (const auto& [name, value] : h.values) add(bits_of(value), value.scalar_type(), 'v', name);
+    for (const auto& [kind, tensor] : h.tensors) names.insert(name('t', kind.first, tensor));
+    for (const auto& [kind, tensor] : h.values) names.insert(name('v', kind, tensor));
   }
-  std::map<std::pair<std::string, int>, Kind> kinds;  // in the order in which they move
-  for (const std::string& text : control.all_gather_text(own, "state of parameters")) {
-    std::istringstream lines(text);
-    std::string name;
-    int64_t p = 0, bits = 0;
-    for (int dtype = 0; std::getline(lines >> p >> bits >> dtype >> std::ws, name);) {
-      Kind& kind = kinds[{name, dtype}];
-      kind.name = name.substr(1);
-      kind.dtype = static_cast<c10::ScalarType>(dtype);
-      kind.of.resize(parameters);
-      kind.bits.resize(parameters, std::numeric_limits<int64_t>::min());
-      kind.of[p] = 1;
-      kind.bits[p] = std::max(kind.bits[p], bits);
+  std::string own;
+  for (const std::string& n : names) own += n;
+  for (const std::string& text : control.all_gather_text(own, "names of state")) {
+    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
+      end = text.find('\n', begin);
+      names.insert(text.substr(begin, end + 1 - begin));
     }
   }
-  for (auto& [key, kind] : kinds) {
-    (key.first[0] == 't' ? held.kinds : held.values).push_back(std::move(kind));
+  TORCH_CHECK(names.size() <= kMostKinds, "expected at most ", kMostKinds, " kinds of state, got ",
+              names.size());
+  // 2. Which parameters have them.
+  std::map<std::string, size_t> number;
+  for (const std::string& n : names) number.emplace(n, number.size());
+  const auto count = static_cast<int64_t>(parameters);
+  const at::Tensor flags = at::zeros({count}, at::kInt);
+  const at::Tensor bits = at::full({static_cast<int64_t>(names.size()), count},
+                                   std::numeric_limits<int64_t>::min(), at::kLong);
+  auto* const flag = flags.mutable_data_ptr<int32_t>();
+  auto* const bit = bits.mutable_data_ptr<int64_t>();
+  for (const HeldSegment& h : held.segments) {
+    const int64_t p = h.segment.parameter;
+    for (const auto& [kind, tensor] : h.tensors) {
+      flag[p] |= 1 << number[name('t', kind.first, tensor)];
+    }
+    for (const auto& [kind, tensor] : h.values) {
+      const size_t n = number[name('v', kind, tensor)];
+      flag[p] |= 1 << n;
+      bit[static_cast<int64_t>(n) * count + p] = bits_of(tensor);
+    }
+  }
+  control.all_reduce_or(flags, "state of parameters").wait();
+  for (const auto& [n, k] : number) {
+    const size_t space = n.find(' ');
+    const auto dtype = static_cast<c10::ScalarType>(std::stoi(n.substr(1, space - 1)));
+    Kind kind{n.substr(space + 1, n.size() - space - 2), dtype, {}};
+    for (size_t p = 0; p < parameters; ++p) kind.of.push_back(flag[p] >> k & 1);
+    if (n[0] == 't') {
+      held.kinds.push_back(std::move(kind));
+      continue;
+    }
+    const at::Tensor row = bits[static_cast<int64_t>(k)];
+    control.all_reduce_max(row, "counts of parameters").wait();
+    const auto* const values = row.const_data_ptr<int64_t>();
+    held.values.push_back({std::move(kind), {values, values + count}});
   }
 }
 
@@ -378,7 +408,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
   }
   for (size_t i = 0; i < segments.size(); ++i) {
     const SegmentTensors& s = segments[i];
-    for (const Kind& kind : from.values) {
+    for (const ValueKind& kind : from.values) {
       const int64_t p = s.segment.parameter;
       if (kind.of[p] != 0) {
         states[i].values.emplace_back(kind.name, value_of(kind.bits[p], kind.dtype));
