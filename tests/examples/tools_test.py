@@ -98,7 +98,7 @@ class ZeroByHandTest(unittest.TestCase):
 class SplatsTest(unittest.TestCase):
     def fit(self, ranks, folder):
         picture = Path(folder) / f"{ranks}.ppm"
-        done = run("splats", "--ranks", ranks, "--steps", 120, "--picture", picture)
+        done = run("splats", "--ranks", ranks, "--steps", 200, "--picture", picture)
         self.assertEqual(done.returncode, 0, done.stderr)
         lines = re.findall(r"step +(\d+) +(\d+) splats, ([\d.]+) dB", done.stdout)
         head, pixels = picture.read_bytes().split(b"255\n", 1)
@@ -111,9 +111,9 @@ class SplatsTest(unittest.TestCase):
             alone, pixels = self.fit(1, folder)
             both, others = self.fit(2, folder)
         self.assertEqual([line[:2] for line in alone], [line[:2] for line in both])
-        self.assertEqual([line[0] for line in alone], ["0", "100"])
+        self.assertEqual([line[0] for line in alone], ["0", "100", "200"])
         self.assertGreater(int(alone[-1][1]), int(alone[0][1]))
-        self.assertGreater(float(alone[-1][2]), float(alone[0][2]) + 4)
+        self.assertGreater(float(alone[-1][2]), float(alone[0][2]) + 5)
         self.assertLessEqual(max(abs(a - b) for a, b in zip(pixels, others)), 8)
 
     def test_bad_arguments_are_one_line(self):
