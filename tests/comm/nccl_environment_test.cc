@@ -15,11 +15,15 @@ namespace {
 
 using Variables = std::map<std::string, std::string>;
 
-std::string problem_of(const Variables& variables) {
-  return nccl_environment_problem([&](const char* name) {
+auto lookup_in(const Variables& variables) {
+  return [&](const char* name) {
     const auto found = variables.find(name);
     return found == variables.end() ? nullptr : found->second.c_str();
-  });
+  };
+}
+
+std::string problem_of(const Variables& variables) {
+  return nccl_environment_problem(lookup_in(variables));
 }
 
 TEST(NcclEnvironmentTest, ASwitchThatIsOnIsRefusedWithItsNameAndAReason) {
@@ -58,6 +62,19 @@ TEST(NcclEnvironmentTest, TheEnvironmentOfTheProcessIsTheDefault) {
   setenv("TORCH_NCCL_NAN_CHECK", "1", 1);
   EXPECT_NE(nccl_environment_problem(), "");
   unsetenv("TORCH_NCCL_NAN_CHECK");
+}
+
+// Else libtorch would end processes under torchrun, which sets 1 where nobody has set anything.
+TEST(NcclEnvironmentTest, AOneOfTorchrunIsNoWishOfTheUsers) {
+  const auto is_of_torchrun = [](const char* value, bool torchrun) {
+    Variables variables{{"TORCH_NCCL_ASYNC_ERROR_HANDLING", value}};
+    if (torchrun) variables["TORCHELASTIC_MAX_RESTARTS"] = "0";
+    return torchrun_chose_error_handling(lookup_in(variables));
+  };
+  EXPECT_TRUE(is_of_torchrun("1", true));
+  EXPECT_FALSE(is_of_torchrun("1", false));
+  for (const char* value : {"0", "2", "3"}) EXPECT_FALSE(is_of_torchrun(value, true));
+  EXPECT_FALSE(torchrun_chose_error_handling(lookup_in({})));
 }
 
 // Else libtorch's watchdog ends an operation before anyone knows which rank is missing.

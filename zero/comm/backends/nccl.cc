@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <string_view>
 
 #ifdef USE_C10D_NCCL
 #include <c10/cuda/CUDAException.h>
@@ -20,6 +21,8 @@
 
 namespace zero {
 namespace {
+
+constexpr const char* kErrorHandling = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 
 // As libtorch reads a switch. It refuses other values than these and those for off by itself.
 bool is_on(std::string value) {
@@ -60,14 +63,22 @@ std::chrono::milliseconds nccl_timeout(std::chrono::milliseconds timeout) {
   return timeout + kAfterControl;
 }
 
+bool torchrun_chose_error_handling(const std::function<const char*(const char*)>& variable) {
+  const char* const value = variable(kErrorHandling);
+  // launch_local() sets other variables of torchrun's, and not this one.
+  return value != nullptr && std::string_view(value) == "1" &&
+         variable("TORCHELASTIC_MAX_RESTARTS") != nullptr;
+}
+
 #ifdef USE_C10D_NCCL
 
 namespace {
 
 void leave_errors_to_us() {
   static const bool done = [] {
-    for (const char* name : {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT",
-                             "TORCH_NCCL_ENABLE_MONITORING"}) {
+    if (torchrun_chose_error_handling()) unsetenv(kErrorHandling);
+    for (const char* name :
+         {kErrorHandling, "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"}) {
       setenv(name, "0", /*overwrite=*/0);
     }
     // The watchdog waits four times as long after an error, with a lock that abort() needs.

@@ -25,6 +25,11 @@ int cuda_device_count();
 std::string nccl_environment_problem(const std::function<const char*(const char*)>& variable =
                                          [](const char* name) { return std::getenv(name); });
 
+// Returns whether TORCH_NCCL_ASYNC_ERROR_HANDLING is torchrun's own 1, which it gives to each rank
+// where its user has set nothing, and with which libtorch ends the process. Needs no CUDA.
+bool torchrun_chose_error_handling(const std::function<const char*(const char*)>& variable =
+                                       [](const char* name) { return std::getenv(name); });
+
 // Returns the timeout of operations over NCCL in a group with this one: a second longer, since
 // control messages, which name the ranks that are missing, have that itself and should be the first
 // to end. They are not where a rank comes to its next call later than that after a collective.
@@ -41,7 +46,8 @@ std::chrono::milliseconds nccl_timeout(std::chrono::milliseconds timeout);
 // that, before anyone could catch the error: the first call sets
 // TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_NCCL_DUMP_ON_TIMEOUT and
 // TORCH_NCCL_ENABLE_MONITORING to 0 and TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC to 10
-// for this process, except where they are set.
+// for this process, except where they are set. The 1 of torchrun_chose_error_handling()
+// counts as not set; 3 lets libtorch end the process also there.
 //
 // Throws c10::Error where libtorch was compiled for another version of NCCL, and what
 // nccl_environment_problem() returns.
