@@ -11,7 +11,9 @@
 #include <ATen/ops/ones.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -23,6 +25,7 @@
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -37,6 +40,23 @@
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/ended_ranks.h"
 #include "zero/rendezvous/tcp_store.h"
+
+namespace {
+
+constexpr const char* kServedName = "rank.example";
+std::atomic<bool> name_server_is_away{false};
+
+}  // namespace
+
+// In place of the C library's, with a name server that knows kServedName.
+extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints,
+                           addrinfo** result) {
+  static const auto of_library =
+      reinterpret_cast<decltype(&getaddrinfo)>(dlsym(RTLD_NEXT, "getaddrinfo"));
+  const bool served = name != nullptr && std::string_view(name) == kServedName;
+  if (served && name_server_is_away) return EAI_AGAIN;
+  return of_library(served ? "127.0.0.1" : name, service, hints, result);
+}
 
 namespace zero {
 namespace {
@@ -488,6 +508,30 @@ TEST(GroupTest, InterfacesThatGlooCannotUseAreRefusedOnEveryRank) {
 TEST(GroupTest, TheHostNameOfAnotherMachineIsRefusedOnEveryRank) {
   expect_misuse({"127.0.0.1", "192.0.2.1"},  // nobody's: RFC 5737
                 {"InitOptions::hostname: expected a name or address of this machine", "192.0.2.1"});
+}
+
+// As in recover(), which a program then calls again.
+TEST(GroupTest, AHostNameThatWasRightBeforeIsACommunicationErrorWhereItIsAway) {
+  for (const bool away : {false, true}) {
+    name_server_is_away = away;
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    const Group group(store, 0, 2, "test",
+                      default_backend_factory(at::kCPU, kServedName, false, false), at::kCPU,
+                      std::chrono::seconds(60));
+    std::thread other([&] {
+      const Group second(store, 1, 2, "test",
+                         default_backend_factory(at::kCPU, kServedName, false, false), at::kCPU,
+                         std::chrono::seconds(60));
+      error_of([&] { second.make_communicator("data", Purpose::kData); });
+    });
+    if (away) {
+      EXPECT_THROW(group.make_communicator("data", Purpose::kData), CommunicationError);
+    } else {
+      group.make_communicator("data", Purpose::kData);
+    }
+    other.join();
+  }
+  name_server_is_away = false;
 }
 
 TEST(GroupTest, ARankThatMakesNoCommunicatorIsNamed) {

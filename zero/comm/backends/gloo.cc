@@ -67,13 +67,39 @@ std::set<std::string> interfaces_with_address() {
   return names;
 }
 
+// The names of hosts and interfaces on which Gloo has listened in this process. Such a name was
+// right: where it is without an address later, a name server or a network is away for a moment.
+class KnownNames {
+ public:
+  void add(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    names_.insert(name);
+  }
+  bool contains(const std::string& name) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return names_.contains(name);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::string> names_;
+};
+
+KnownNames& known_names() {
+  static auto& names = *new KnownNames;  // a thread may still connect while the process ends
+  return names;
+}
+
 Devices make_devices(const std::string& hostname) {
   constexpr bool kLazy = false;
   if (!hostname.empty()) {
     try {
-      return {c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
+      Devices devices{c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
+      known_names().add(hostname);
+      return devices;
     } catch (const std::exception& error) {
-      TORCH_CHECK_VALUE(error_line(error).find("Cannot resolve") == std::string::npos,
+      TORCH_CHECK_VALUE(error_line(error).find("Cannot resolve") == std::string::npos ||
+                            known_names().contains(hostname),
                         "InitOptions::hostname: expected a name or address of this machine, got ",
                         hostname,
                         "; give each machine its own, or name its interface by GLOO_SOCKET_IFNAME");
@@ -82,7 +108,9 @@ Devices make_devices(const std::string& hostname) {
   }
   const std::vector<std::string> names = interface_names();
   if (names.empty()) return {c10d::ProcessGroupGloo::createDefaultDevice(kLazy)};
-  return {c10d::ProcessGroupGloo::createDeviceForInterface(names.front(), kLazy)};
+  Devices devices{c10d::ProcessGroupGloo::createDeviceForInterface(names.front(), kLazy)};
+  known_names().add(names.front());
+  return devices;
 }
 
 // Gloo waits five times its timeout for a peer to connect.
@@ -317,7 +345,9 @@ std::string gloo_problem(const std::string& hostname) {
                     "; name the one that reaches the other ranks");
   }
   const std::set<std::string> there = interfaces_with_address();
-  if (there.empty() || there.contains(names.front())) return {};
+  if (there.empty() || there.contains(names.front()) || known_names().contains(names.front())) {
+    return {};
+  }
   return c10::str("GLOO_SOCKET_IFNAME: expected an interface of this machine with an address, got ",
                   names.front(), "; name one of ", c10::Join(", ", there),
                   ", in full and without the ^ or = of NCCL_SOCKET_IFNAME");
