@@ -58,9 +58,13 @@ TEST(TopologyTest, AdviceForMachinesThatCannotExchangeInTwoLevels) {
 TEST(TopologyTest, AdviceForRanksOfAMachineThatShareNoMemory) {
   EXPECT_EQ(advice(Topology({0, 0, 1, 1}), 2), "");
   EXPECT_EQ(advice(Topology({0, 0}), 2), "");
-  expect_words(advice(Topology({0, 1, 2, 3}), 2),
-               {"4 machines with 1 rank each, although 2 ranks were started on this one",
-                "`ulimit -f`", "InitOptions::topology", "InitOptions::shared_memory"});
+  expect_words(
+      advice(Topology({0, 1, 2, 3}), 2),
+      {"4 machines with 1 rank each, although 2 ranks were started on this one", "through sockets",
+       "`ulimit -f`", "InitOptions::topology", "InitOptions::shared_memory"});
+  expect_words(advice(Topology({0, 1, 2, 3}), 2, /*over_nccl=*/true),
+               {"in place of in two levels", "InitOptions::topology"});
+  EXPECT_EQ(advice(Topology({0, 1}), 2, /*over_nccl=*/true), "");
 }
 
 TEST(TopologyTest, OfASubgroup) {

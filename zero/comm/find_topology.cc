@@ -165,15 +165,18 @@ Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int ra
   return **result;
 }
 
-std::string advice(const Topology& topology, int local_world_size) {
+std::string advice(const Topology& topology, int local_world_size, bool over_nccl) {
   if (topology.machines() == topology.world_size()) {
-    if (local_world_size <= 1) return {};
+    // NCCL finds by itself what the ranks of a machine share.
+    const bool nothing_lost = over_nccl && local_world_size == topology.world_size();
+    if (local_world_size <= 1 || nothing_lost) return {};
     return c10::str("got ", topology.describe(), ", although ", local_world_size,
                     " ranks were started on this one: they cannot read each other's memory, as in "
-                    "containers, under `ulimit -v` or `ulimit -f`, or without memfd_create, and "
-                    "send each other all data through sockets. Lift the limit, state "
-                    "InitOptions::topology, or set InitOptions::shared_memory to false if that is "
-                    "meant");
+                    "containers, under `ulimit -v` or `ulimit -f`, or without memfd_create, and ",
+                    over_nccl ? "exchange with every other rank in place of in two levels"
+                              : "send each other all data through sockets",
+                    ". Lift the limit, state InitOptions::topology, or set "
+                    "InitOptions::shared_memory to false if that is meant");
   }
   if (topology.machines() == 1 || topology.has_two_levels()) return {};
   return c10::str("got ", topology.describe(),

@@ -29,7 +29,7 @@ Topology agree_on_topology(const c10::intrusive_ptr<BoundedStore>& store, int ra
 // Returns what to change so that ranks of a machine can share memory, or that exchanges can work in
 // two levels; empty if they do, or if there is nothing to gain. `local_world_size` is how many
 // ranks the launcher has started on this machine; 0 if that is not known, or if they are to share
-// nothing.
-std::string advice(const Topology& topology, int local_world_size);
+// nothing. `over_nccl`: whether gradients and parameters go over NCCL.
+std::string advice(const Topology& topology, int local_world_size, bool over_nccl = false);
 
 }  // namespace zero

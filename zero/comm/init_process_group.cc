@@ -315,7 +315,8 @@ Group init(const InitOptions& options) {
                                std::chrono::steady_clock::now(), std::nullopt, willing);
     };
     const int sharing = options.shared_memory && !options.topology ? env.local_world_size : 0;
-    const std::string text = topology ? advice(*topology, sharing) : std::string();
+    const bool over_nccl = device.is_cuda() && options.nccl;
+    const std::string text = topology ? advice(*topology, sharing, over_nccl) : std::string();
     if (env.rank == 0 && !text.empty()) TORCH_WARN("init_process_group: ", text);
     store = place->each_within(timeout);
   }
