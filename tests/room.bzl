@@ -30,9 +30,6 @@ _ROOMS = {
     "update": ["//zero/update", _RANKS],
 }
 
-# Rooms whose tests spend their time in loops of their own.
-_OPTIMIZED = ["bookkeeping", "kernels"]
-
 # Rooms whose tests train, and are medium if not said otherwise.
 _MEDIUM = ["training"]
 
@@ -80,7 +77,6 @@ def room_test(
     size = size or ("medium" if _room() in _MEDIUM else "small")
     kwargs["srcs"] = [source + ".cc" for source in sources or [name]] + srcs
     kwargs["deps"] = _deps(room, support + ["test_main"], deps)
-    kwargs["optimized"] = _room() in _OPTIMIZED
     cpu_tags = ["cpu:%d" % cpus] if cpus > 1 else []
     zero_cc_test(name = name, size = size, tags = tags + cpu_tags + (["asan"] if asan else []), **kwargs)
     if long:

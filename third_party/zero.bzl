@@ -37,8 +37,21 @@ def _warnings():
 # runs on one thread and says nothing.
 _OPENMP = ["-fopenmp"]
 
-# A fifth of a test's compilation would go into optimising code that runs once.
-_UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
+# Two fifths of the time to compile a test and what it starts would go into optimising code that runs
+# once. _OPTIMIZED_TESTS spend their time in loops of their own. Without optimisation g++ does not see
+# that TORCH_CHECK throws.
+_UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE", "-Wno-return-type"]
+_OPTIMIZED_TESTS = [
+    "tests/benchmarks",
+    "tests/bookkeeping",
+    "tests/fuzz",
+    "tests/kernels",
+    "tests/support/cuda_emulation",
+]
+
+def _is_unoptimized():
+    package = native.package_name() + "/"
+    return package.startswith("tests/") and not [room for room in _OPTIMIZED_TESTS if package.startswith(room + "/")]
 
 # No loop of a step is in them, and a fifth of the time to compile them is what -O2 does beyond -O1.
 # CMake has those of zero/ too.
@@ -73,7 +86,9 @@ def _precompiled(deps, unoptimized):
         return None
     return "torch_unoptimized" if unoptimized else "torch"
 
-def _options(kwargs, openmp, unoptimized = False, cuda_deps = []):
+def _options(kwargs, openmp, optimized = False, cuda_deps = []):
+    unoptimized = _is_unoptimized() and not optimized
+
     # A NaN is noticed in a project that permits -ffast-math, too.
     copts = ["-fno-fast-math"] + _warnings() + (_OPENMP if openmp else []) + (
         _UNOPTIMIZED if unoptimized else _optimization()
@@ -107,20 +122,20 @@ def _options(kwargs, openmp, unoptimized = False, cuda_deps = []):
     kwargs["linkstatic"] = True
     return kwargs
 
-def zero_cc_library(openmp = False, cuda_deps = [], **kwargs):
-    """`cuda_deps` come with --config=cuda. Behind a select() in `deps` nothing would be precompiled."""
-    zero_cc.library(**_options(kwargs, openmp, cuda_deps = cuda_deps))
+def zero_cc_library(openmp = False, optimized = False, cuda_deps = [], **kwargs):
+    """`cuda_deps` come with --config=cuda. Behind a select() in `deps` nothing would be precompiled.
+
+    `optimized` is for a library of tests whose instructions are counted.
+    """
+    zero_cc.library(**_options(kwargs, openmp, optimized, cuda_deps = cuda_deps))
 
 def zero_cc_binary(openmp = False, **kwargs):
     zero_cc.binary(**_options(kwargs, openmp))
 
-def zero_cc_test(openmp = False, optimized = False, data = [], deps = [], **kwargs):
-    """A gtest. A main() of its own takes precedence over gtest's.
-
-    `optimized` is for tests that spend their time in code of their own.
-    """
+def zero_cc_test(openmp = False, data = [], deps = [], **kwargs):
+    """A gtest. A main() of its own takes precedence over gtest's."""
     zero_cc.test(
         # --config=tsan looks for it in the test's run folder.
         data = data + ["//third_party:tsan.supp"],
-        **_options(dict(kwargs, deps = deps + ["@gtest//:main"]), openmp, unoptimized = not optimized)
+        **_options(dict(kwargs, deps = deps + ["@gtest//:main"]), openmp)
     )
