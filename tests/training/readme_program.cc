@@ -375,20 +375,20 @@ struct ExpertModel : torch::nn::Module {
 
 int step_over_a_mesh() {
   zero::Group world = zero::init_process_group();
-  ExpertModel model;
-  std::vector<torch::optim::OptimizerParamGroup> groups{model.dense->parameters(),
-                                                        model.expert->parameters()};
+  auto model = std::make_shared<ExpertModel>();
+  std::vector<torch::optim::OptimizerParamGroup> groups{model->dense->parameters(),
+                                                        model->expert->parameters()};
   auto adamw = std::make_unique<torch::optim::AdamW>(std::move(groups));
 
   zero::Mesh mesh(world, {{"rep", 2}, {"edp", 2}, {"ep", 2}});
   auto copies = zero::GroupPlacement().replicated_over(mesh.group({"rep"}));
   auto experts = zero::GroupPlacement(copies).sharded_over(mesh.group({"edp"})).averaged_over(8);
   zero::ZeroOptimizer optimizer(
-      model, std::move(adamw), mesh.group({"edp", "ep"}),
+      *model, std::move(adamw), mesh.group({"edp", "ep"}),
       zero::ZeroOptions().mesh_group(world).placement(0, copies).placement(1, experts));
 
   const at::Tensor x = zero::random_tensor({3, 13}, static_cast<uint64_t>(world.rank()));
-  optimizer.backward(model.expert(model.dense(x.to(world.device()))).square().mean());
+  optimizer.backward(model->expert(model->dense(x.to(world.device()))).square().mean());
   optimizer.step();
   return optimizer.stats().steps == 1 ? 0 : 1;
 }
@@ -405,22 +405,22 @@ struct HeadedModel : torch::nn::Module {
 
 int freeze_and_add() {
   zero::Group group = zero::init_process_group();
-  HeadedModel model;
-  auto adamw = std::make_unique<torch::optim::AdamW>(model.parameters(), 3e-4);
-  zero::ZeroOptimizer optimizer(model, std::move(adamw), group);
-  model.head = model.register_module("head", torch::nn::Linear(7, 5));
+  auto model = std::make_shared<HeadedModel>();
+  auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4);
+  zero::ZeroOptimizer optimizer(*model, std::move(adamw), group);
+  model->head = model->register_module("head", torch::nn::Linear(7, 5));
 
-  optimizer.freeze(model.encoder->parameters());
-  optimizer.unfreeze({model.encoder->weight});
+  optimizer.freeze(model->encoder->parameters());
+  optimizer.unfreeze({model->encoder->weight});
   optimizer.add_param_group(
-      {model.head->parameters(), std::make_unique<torch::optim::AdamWOptions>(1e-3)});
+      {model->head->parameters(), std::make_unique<torch::optim::AdamWOptions>(1e-3)});
 
-  const std::vector<at::Tensor> before = {model.encoder->bias.clone(), model.head->bias.clone()};
+  const std::vector<at::Tensor> before = {model->encoder->bias.clone(), model->head->bias.clone()};
   const at::Tensor x = zero::random_tensor({3, 13}, static_cast<uint64_t>(group.rank()));
-  optimizer.backward(model.head(model.body(model.encoder(x))).square().mean());
+  optimizer.backward(model->head(model->body(model->encoder(x))).square().mean());
   optimizer.step();
-  const bool frozen = model.encoder->bias.equal(before[0]);
-  return frozen && !model.head->bias.equal(before[1]) ? 0 : 1;
+  const bool frozen = model->encoder->bias.equal(before[0]);
+  return frozen && !model->head->bias.equal(before[1]) ? 0 : 1;
 }
 
 constexpr auto kDevice = at::kCPU;
