@@ -13,8 +13,8 @@
 
 namespace zero {
 
-// How the inner optimizer's averages are stored: exp_avg and exp_avg_sq of Adam, the momentum of
-// SGD and Muon, exp_avg of Lion. See ZeroOptions::moments.
+// How the inner optimizer's moments are stored: exp_avg and exp_avg_sq of Adam, the momentum of SGD
+// and Muon, exp_avg of Lion. See ZeroOptions::moments.
 enum class Moments {
   // 4 bytes an element.
   kFloat32,

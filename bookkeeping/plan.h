@@ -121,7 +121,8 @@ struct Segment {
   int64_t offset = 0;  // in the row
 };
 
-// What is reduced and gathered at once: a row for each rank, and the parameters in it.
+// The elements that are reduced and gathered at once: a row for each rank, and the parameters in
+// it.
 struct Bucket {
   int64_t arena = 0;
   int64_t begin = 0;  // in the arena: of element 0 of the flat bucket
@@ -143,7 +144,7 @@ struct Arena {
   const ParameterLayout* layout = &layout_of(Layout::kContiguous);  // never null
 };
 
-// Where each element of each parameter is, and which rank owns it.
+// The place of each element of each parameter, and the rank that owns it.
 struct Plan {
   std::vector<Arena> arenas;
   std::vector<Bucket> buckets;  // in the order they are reduced

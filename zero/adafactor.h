@@ -60,7 +60,7 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-// What Adafactor keeps for one parameter.
+// The state of Adafactor for one parameter.
 struct AdafactorParamState
     : public torch::optim::OptimizerCloneableParamState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;     // t

@@ -49,25 +49,24 @@ class Module;
 
 namespace zero {
 
-// The checkpoint in the folder `parent` that was saved last, of whatever run. None if
-// there is none, or no such folder. Checkpoints that do not say when they were
-// saved, because an earlier version of this library wrote them, are older than all
-// others; of them, the one with the most steps, skipped ones included, and then the last
-// by name. What has no valid manifest does not count, with a warning where there is a damaged one,
-// nor does a checkpoint that lacks one of its files or has one of another size; verify_checkpoint()
-// looks at what is in them. Throws where a manifest or the size of a file cannot be read, and for a
-// manifest of a later version of this library: it may be the newest.
-// Links to checkpoints do not count either: they may be given to load_checkpoint(), but are
-// neither found nor removed.
+// The checkpoint in the folder `parent` that was saved last, of whatever run. None if there is
+// none, or no such folder. Checkpoints that do not say when they were saved, because an earlier
+// version of this library wrote them, are older than all others; of them, the one with the most
+// steps, skipped ones included, and then the last by name. A folder without a valid manifest does
+// not count, with a warning if it has a damaged one, nor does a checkpoint that lacks one of its
+// files or has one of another size; verify_checkpoint() looks into the files. Throws where a
+// manifest or the size of a file cannot be read, and for a manifest of a later version of this
+// library: it may be the newest. Links to checkpoints do not count either: they may be given to
+// load_checkpoint(), but are neither found nor removed.
 std::optional<std::string> latest(const std::string& parent);
 
-// Removes all checkpoints in `parent` but the `count` that were saved last, of whatever
-// run, and what dead saves left there. What latest() passes over does not count, and is removed
+// Removes all checkpoints in `parent` but the `count` that were saved last, of whatever run, and
+// what dead saves left there. Checkpoints that latest() passes over do not count, and are removed
 // only once `count` others are newer. Returns the paths removed: what cannot be renamed is a
 // warning and stays, and what cannot be removed then, such as files of another user, is a warning
-// and stays under a hidden name, which later calls try again. Of hidden folders only those are
-// removed whose names this library gives. A save by this process that is under way is left alone;
-// so is one of another process, where the file system has locks. Throws for a count below 1.
+// and stays under a hidden name, which later calls try again. Hidden folders are removed only if
+// their names are of this library. A save by this process that is under way is left alone; so is
+// one of another process, where the file system has locks. Throws for a count below 1.
 //
 // If each machine has a disk of its own, call it on every rank, or on one of each machine, right
 // after a save has returned: several calls for one folder may overlap. A checkpoint that a crash
@@ -106,7 +105,7 @@ struct CheckpointState {
   int64_t ranks = 0;
 };
 
-// What a checkpoint is and how it was saved.
+// Facts about a checkpoint, and how it was saved.
 struct CheckpointFacts {
   int64_t version = 0;          // of the format
   std::string library_version;  // of zero, which wrote it
@@ -135,7 +134,7 @@ struct CheckpointFacts {
   int64_t disk = 0;
 };
 
-// What a checkpoint holds, by its manifest alone.
+// The contents of a checkpoint, by its manifest alone.
 struct CheckpointDescription : CheckpointFacts {
   double loss_scale = 1.0;
   bool dynamic_loss_scale = false;
@@ -151,7 +150,7 @@ struct CheckpointDescription : CheckpointFacts {
 // be damaged or missing, see verify_checkpoint(). Throws when `folder` holds no checkpoint.
 CheckpointDescription describe_checkpoint(const std::string& folder);
 
-// Reads every byte. Throws when one is not as it was saved. Of a checkpoint on several disks the
+// Reads every byte. Throws when one is not as it was saved. For a checkpoint on several disks the
 // folder must have the files of all of them: copied into one folder, whose manifest.json may be
 // that of any disk, they are a complete checkpoint. With `one_disk` only the files of this folder's
 // disk are read.
@@ -224,9 +223,9 @@ std::string export_optimizer_state(const std::string& folder, const std::string&
 //
 // Nothing here is collective. Call it on all ranks before a ZeroOptimizer is made: each reads what
 // its own model has, also where ranks hold different parameters (experts, pipeline stages), and an
-// error is one on every rank. Where all ranks hold the same, rank 0 alone may call it, since the
-// constructor sends its values. After the constructor, refresh_master_parameters() on all ranks
-// has to follow.
+// error is one on every rank. If all ranks hold the same model, rank 0 alone may call it, since the
+// constructor sends its values. After the constructor, refresh_master_parameters() on all ranks has
+// to follow.
 
 // Which tensors load_weights() takes, and what may be missing.
 struct WeightOptions {
@@ -243,7 +242,7 @@ struct WeightOptions {
   TORCH_ARG(bool, allow_unexpected) = false;
 };
 
-// What load_weights() has found.
+// The result of load_weights().
 struct WeightReport {
   std::vector<std::string> missing;     // tensors of the model that the files lack
   std::vector<std::string> unexpected;  // tensors of the files that the model did not ask for

@@ -77,17 +77,15 @@ struct IncludedState {
   bool per_rank = false;
 };
 
-// What ZeroOptimizer::save_checkpoint() writes beside the optimizer, and to which kind of folder.
+// Options of ZeroOptimizer::save_checkpoint(): what it writes beside the optimizer, and to which
+// kind of folder.
 struct SaveOptions {
   // Replace a checkpoint that is there, in one system call. False refuses, and so does a file
   // system without that call, which exchanges two folders (NFS): save under new names there.
   TORCH_ARG(bool, overwrite) = false;
 
-  // False: ranks need not see one folder, as when each machine writes to a disk of its own, and
-  // each rank may give a path of its own. The ranks that see one folder at their paths share a
-  // disk, which the save finds by looking. Each disk gets the files of its ranks and a manifest. A
-  // missing mount is then no error: the path is on another disk, and the save goes there. True: a
-  // folder that not all ranks see is an error. Equal on all ranks.
+  // False: ranks may give paths on different disks, and a missing mount is no error; see
+  // docs/checkpoints.md. True: a folder that not all ranks see is an error. Equal on all ranks.
   TORCH_ARG(bool, shared_folder) = true;
 
   using Metadata = std::map<std::string, std::string>;
@@ -149,9 +147,8 @@ class PendingCheckpoint {
 // sees no manifest takes that of another. A rank needs memory for what it receives.
 struct LoadOptions {
   // False loads the parameters whose name, kind (trained or frozen), shape and memory order match
-  // and leaves the others as they are; LoadReport says which. State is loaded where the
-  // optimizer's class matches and nothing that it needs is missing. What is saved afterwards is of
-  // a run of its own.
+  // and leaves the others as they are; LoadReport says which. State is loaded where the optimizer's
+  // class matches and nothing that it needs is missing. Later saves belong to a new run.
   TORCH_ARG(bool, strict) = true;
 
   // Set param_groups()' options to the saved ones, learning rate included, as
@@ -173,7 +170,7 @@ struct LoadOptions {
   std::vector<IncludedState<Stateful>> states_;
 };
 
-// What ZeroOptimizer::load_checkpoint() has found.
+// The result of ZeroOptimizer::load_checkpoint().
 struct LoadReport {
   std::map<std::string, std::string> metadata;  // as given to save_checkpoint()
   int64_t world_size = 0;                       // that saved it

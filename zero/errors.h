@@ -8,8 +8,9 @@
 //                              ZeroOptimizer::recover() may help, and so may a new job that loads a
 //                              checkpoint.
 //   c10::Error, and others     The cause is this program: a misuse, a batch that it cannot compute,
-//                              a damaged file, memory that is full. It would come again. Where one
-//                              rank's is thrown on all ranks, it has this type on all of them.
+//                              a damaged file, memory that is full. It would come again. If such an
+//                              error of one rank is thrown on all ranks, it has this type on all of
+//                              them.
 //
 //   try {
 //     optimizer.backward(loss(model, batch));

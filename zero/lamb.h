@@ -57,7 +57,7 @@ struct LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions>
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-// What Lamb keeps for one parameter.
+// The state of Lamb for one parameter.
 struct LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
   TORCH_ARG(int64_t, step) = 0;       // t
   TORCH_ARG(at::Tensor, exp_avg);     // m, like the parameter

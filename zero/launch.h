@@ -44,15 +44,15 @@ struct LaunchOptions {
 //
 // In a process that a launcher has started as one of several ranks (RANK is set, or mpirun's or
 // srun's variables say so), and for ranks == 1: calls body() here. What it throws is printed to
-// stderr, and 1 returned. Where the launcher has started this process alone (WORLD_SIZE=1) and
-// ranks > 1, a line on stderr says that no others are started.
+// stderr, and 1 returned. If the launcher has started this process alone (WORLD_SIZE=1) and `ranks`
+// is above 1, a line on stderr says that no others are started.
 //
 // Otherwise this process becomes the parent of `ranks` processes and does not call body():
 //   - Each child runs this same program with the same arguments, by fork and exec, so that it
 //     inherits no thread, lock or random state. It reaches the same call of launch_local(), with
 //     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-//     TORCHELASTIC_RUN_ID set as torchrun sets them. What main() does before that call happens in
-//     the parent and in every child.
+//     TORCHELASTIC_RUN_ID set as torchrun sets them. Code of main() before that call runs in the
+//     parent and in every child.
 //   - The parent serves the key-value store, on a port of 127.0.0.1 that the system chose, so that
 //     jobs cannot collide and other machines cannot reach it (docs/security.md). Children find
 //     TORCHELASTIC_USE_AGENT_STORE=True.

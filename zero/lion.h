@@ -41,7 +41,7 @@ struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions>
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-// What Lion keeps for one parameter.
+// The state of Lion for one parameter.
 struct LionParamState : public torch::optim::OptimizerCloneableParamState<LionParamState> {
   TORCH_ARG(at::Tensor, exp_avg);  // m
 

@@ -108,7 +108,7 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-// What Muon keeps for one parameter.
+// The state of Muon for one parameter.
 struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
   // b, like the gradient; or, in a ZeroOptimizer, in the format of ZeroOptions::moments.
   TORCH_ARG(at::Tensor, momentum_buffer);

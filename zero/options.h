@@ -59,9 +59,9 @@ struct TensorParts {
   std::function<std::optional<int64_t>(const std::string& name)> dimension;
   // Returns what a fused tensor has one behind the other along that dimension, by sizes in the
   // whole: {q, k, v} or {gate, up}. Each rank holds an equal share of each, one behind the other.
-  // Empty, or without this function: not fused, which is wrong in silence for one that is: with
-  // another number of parts, or exported, its rows are in the order q0 k0 v0 q1 k1 v1. Equal on all
-  // ranks that hold the name.
+  // An empty list, or no function, means: not fused. For a tensor that is fused this is an error
+  // that nothing detects: after a load with another number of parts, or in an export, its rows are
+  // in the order q0 k0 v0 q1 k1 v1. Equal on all ranks that hold the name.
   std::function<std::vector<int64_t>(const std::string& name)> sections = nullptr;
 };
 
@@ -119,17 +119,17 @@ enum class GradientWire {
   kBlockInt8,
 };
 
-// What of a working parameter is sent to the ranks of other machines after a step.
+// The part of a working parameter that is sent to the ranks of other machines after a step.
 enum class GatherWire {
   // The parameter.
   kWhole,
-  // What the step has changed, without loss: the receiver has the same bits. An fp32 parameter
-  // takes 0.6 to 0.75 of its bytes with learning rates of 1e-4 to 1e-3, a bf16 one 0.25 to 0.45,
-  // and none takes more. Each rank encodes its shard and decodes the rows that it receives, at
-  // about 1 GB/s a core. Messages of up to 4 buckets are in memory, with overlap_gather those of
-  // all buckets, and where the inner optimizer is not fused a copy of the shard. Rows for ranks on
-  // the same machine, rows of GPUs and rows of Layout::kPerParameter are sent whole. step() throws
-  // where a row differs from its owner's before the step, because some ranks changed parameters.
+  // The changes of the step, without loss: the receiver has the same bits. An fp32 parameter takes
+  // 0.6 to 0.75 of its bytes with learning rates of 1e-4 to 1e-3, a bf16 one 0.25 to 0.45, and none
+  // takes more. Each rank encodes its shard and decodes the rows that it receives, at about 1 GB/s
+  // a core. Messages of up to 4 buckets are in memory, with overlap_gather those of all buckets,
+  // and where the inner optimizer is not fused a copy of the shard. Rows for ranks on the same
+  // machine, rows of GPUs and rows of Layout::kPerParameter are sent whole. step() throws where a
+  // row differs from its owner's before the step, because some ranks changed parameters.
   kChanges,
 };
 
@@ -137,13 +137,13 @@ enum class GatherWire {
 struct ZeroOptions {
   // ---- Memory and speed: where numbers are kept and when they are sent, never their values ----
 
-  // 1: every rank can read averaged gradients in full. 2: its shard. Masters are sharded in both.
+  // 1: every rank can hold the averaged gradients in full. 2: only its shard of them. Masters are
+  // sharded in both.
   TORCH_ARG(int64_t, stage) = 2;
 
   // Gradients are sent in buckets of about this many bytes. Larger buckets use the network better;
   // smaller ones start earlier and keep less in flight. Default: default_bucket_bytes() of
-  // bookkeeping/plan.h: 4 MiB up to 16 ranks and 64 MiB at most; on a GPU 32 MiB up to 128 ranks
-  // and 128 MiB at most.
+  // bookkeeping/plan.h.
   TORCH_ARG(std::optional<int64_t>, bucket_bytes) = std::nullopt;
 
   // kContiguous makes working parameters views of one flat arena, so that the gather writes them in
@@ -173,10 +173,10 @@ struct ZeroOptions {
   TORCH_ARG(GatherWire, gather_wire) = GatherWire::kWhole;
 
   // Promises that every rank uses every parameter in every step and makes the same calls with the
-  // same options. The first step is agreed as always; from then on reduce_gradients(),
-  // clip_grad_norm_() and step() send no control messages, and each rank compares itself with its
-  // own first step only. A rank that violates the promise throws; the others time out. The host
-  // does not wait for a skipped step either: see step_skipped().
+  // same options. The first step is agreed as always; from then on reduce_gradients(), norms, clips
+  // and step() send no control messages, and each rank compares itself with its own first step
+  // only. A rank that violates the promise throws; the others time out. The host does not wait for
+  // a skipped step either: see step_skipped().
   //
   // On a GPU over NCCL, with a fused optimizer and a constant loss scale, an iteration from
   // backward() to step() can then be captured in a CUDA graph after at least one that was not.
@@ -228,12 +228,11 @@ struct ZeroOptions {
   //   sum(b, n) = sum(b, n/2) + sum(b + n/2, n/2)     n a power of 2, b a multiple of n
   //   sum(b, 1) = the gradient of micro-batch b       numbers from M on are left out
   //
-  // A rank adds up the subtrees that it has whole and sends each: one where M and W are powers of
-  // 2, else at most 2 log2(n), rounded up, for n micro-batches. It keeps as many sums until its
-  // last pass, at least log2(n). What is sent is fp32, unless M = W. The norm is added up exactly
-  // from squares of blocks of 256 elements (kernels/exact_sum.h). There are as many messages as
-  // without. A parameter, and with kPerParameter each rank's row of it, is filled up to a multiple
-  // of 256 elements, or to the next power of 2 where the parameter is smaller.
+  // A rank adds up the subtrees that it has whole and sends each: docs/exchanges.md has their
+  // number. The sums are sent in fp32, unless M = W. The norm is added up exactly from squares of
+  // blocks of 256 elements (kernels/exact_sum.h). There are as many messages as without. A
+  // parameter, and with kPerParameter each rank's row of it, is filled up to a multiple of 256
+  // elements, or to the next power of 2 where the parameter is smaller.
   //
   // Refused with meshes and placements, reduce_dtype, kBlockInt8, no_sync(), passes that are not of
   // backward(), a parameter's second gradient in one micro-batch, norms other than 2 and infinity,
@@ -252,20 +251,20 @@ struct ZeroOptions {
 
   // step() throws on all ranks when more steps than this were skipped in a row for non-finite
   // gradients under a loss scale that is constant or at its minimum; 0: never. Under a constant
-  // scale the first skipped step warns. Where step() does not wait for the device, the next
-  // backward() throws for a dynamic scale, and for a constant one step() does, up to 32 steps
-  // later.
+  // scale the first skipped step warns. Where step() does not wait for the device (on a GPU, and
+  // with static_graph), the error comes later: with a dynamic scale from the next backward(), with
+  // a constant one from a step() up to 32 steps later.
   TORCH_ARG(int64_t, max_skipped_in_a_row) = 50;
 
   // Default: dynamic when a working parameter is fp16, else none (a constant 1); none with
   // skip_nonfinite(false) either, since a scale that cannot see overflows would only grow.
   TORCH_ARG(std::optional<LossScalerOptions>, loss_scaler) = std::nullopt;
 
-  // How the averages of AdamW, Adam, SGD, zero::Lion and zero::Muon are stored: exp_avg, exp_avg_sq
+  // The format of the moments of AdamW, Adam, SGD, zero::Lion and zero::Muon: exp_avg, exp_avg_sq
   // and the momentum. kBFloat16 takes 2 bytes for each in place of 4, and kInt8 1.016: 8-bit codes
   // with one fp32 scale for each 256 elements of a parameter. Parameters with fewer than 4096
   // elements keep fp32. Sums are made in fp32, and what a step stores is rounded up or down at
-  // random, so that slow averages move as fast as in fp32. The random numbers depend on the step,
+  // random, so that slow moments move as fast as in fp32. The random numbers depend on the step,
   // the element, and the parameter's name: bits do not depend on the number of ranks, buckets or
   // layouts, nor on what else a pipeline stage holds.
   //
@@ -298,14 +297,14 @@ struct ZeroOptions {
   // kBFloat16, 2/W. The sum over the ranks of a shard is made in fp32 and then rounded to nearest
   // even, and so is that over its replicas. Each further round of a step rounds once more: a pass
   // without no_sync(), or a second gradient of a parameter in one pass. Norms, clips and updates
-  // read the rounded values, in fp32. Where one rank sends one bf16 gradient a step, no bit differs
+  // read the rounded values, in fp32. If one rank sends one bf16 gradient a step, no bit differs
   // from kFloat. A reduction and an update need memory for one row of a bucket in fp32; parameter
   // groups without a fused kernel need that of their whole shards during step().
   TORCH_ARG(c10::ScalarType, gradient_shard_dtype) = at::kFloat;
 
   // Updates this rank's row of a bucket as soon as it is reduced, on the thread that runs the
   // backward pass, in place of in step(), and keeps no gradient shards: 4/W bytes a parameter less.
-  // Parameters, moments and averages have the bits of a run without, and the loop stays backward()
+  // Parameters, moments and the EMA have the bits of a run without, and the loop stays backward()
   // and step(), which sends the new values. What it costs:
   //
   //   - The shards of buckets on their way, of 8 MiB of packed buckets and two more, and of more on
@@ -319,7 +318,7 @@ struct ZeroOptions {
   //     throws where they have changed since.
   //   - The first bucket of a step waits until a save or a protected step has copied the shard.
   //   - On a GPU an update is enqueued behind what the pass had to do when the bucket was packed.
-  //     What reads a weight on another stream, and has no gradient for it, must be waited for.
+  //     Code that reads a weight on another stream, and has no gradient for it, must be waited for.
   //   - What is updated stays so. A backward pass that throws, on any rank, is a failure of all
   //     ranks: go on from a checkpoint with a new optimizer, or by recover() with `protect`.
   //
@@ -328,9 +327,9 @@ struct ZeroOptions {
   // parameters, as of a GAN's generator), a weight that a checkpointed part shares, and all
   // collective calls but step() between backward() and step() are refused. So are, since they need
   // the whole gradient before the update: skip_nonfinite(true), the default, loss_scaler, skip_if,
-  // reduce_gradients(), clips, norms and gradient(); stage 1 gathers no averages. Refused as
-  // well: micro_batches, GatherWire::kChanges, replicated_over, groups without a fused kernel, and
-  // a capture in a CUDA graph.
+  // reduce_gradients(), clips, norms and gradient(); stage 1 gathers no averaged gradients. Refused
+  // as well: micro_batches, GatherWire::kChanges, replicated_over, groups without a fused kernel,
+  // and a capture in a CUDA graph.
   TORCH_ARG(bool, update_in_backward) = false;
 
   // Keeps an average of the parameters, split over ranks as the masters are: 4/W bytes a parameter

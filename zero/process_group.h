@@ -159,17 +159,16 @@ class Group {
   Group with_members(const std::vector<int>& members, const std::string& name,
                      std::vector<int> newcomers = {}) const;
 
-  // Collective. A new communicator under its own prefix of the store. Two calls
-  // never share a connection, not even with the same `name`: those are numbered,
-  // so the first call of one rank meets the first call of another. Ranks that
-  // failed to make one, or made a call that another rank did not make, meet at
-  // their next calls. Throws
-  // CommunicationError within the timeout and a second when a rank does not arrive,
-  // ends or stops before it is connected, and says which one. After 10 s of waiting one line on
-  // stderr says for whom. The communicator calls itself "<group>/<name>" in errors. Where the
-  // topology has two levels, the communicator works in two levels and connects this rank with the
-  // others of its machine and with those that have its place on other machines. It is flat, with a
-  // connection to every rank, with `two_level` false, which must be equal on all ranks.
+  // Collective. A new communicator under its own prefix of the store. Two calls never share a
+  // connection, not even with the same `name`: those are numbered, so the first call of one rank
+  // meets the first call of another. Ranks that failed to make one, or made a call that another
+  // rank did not make, meet at their next calls. Throws CommunicationError within the timeout and a
+  // second when a rank does not arrive, ends or stops before it is connected, and says which one.
+  // After 10 s of waiting one line on stderr says for whom. The communicator calls itself
+  // "<group>/<name>" in errors. If the topology has two levels, the communicator works in two
+  // levels and connects this rank with the others of its machine and with those that have its place
+  // on other machines. It is flat, with a connection to every rank, with `two_level` false, which
+  // must be equal on all ranks.
   std::unique_ptr<Communicator> make_communicator(const std::string& name, Purpose purpose,
                                                   bool two_level = true) const;
 
@@ -183,9 +182,9 @@ class Group {
   // subgroups and the group that it is a part of.
   int64_t failures() const;
 
-  // Sends nothing. A part of the store that is private to this call: numbered, so
-  // that the first call of one rank meets that of another. Where ranks have made
-  // different numbers of calls, their next communicator brings them together.
+  // Sends nothing. A part of the store that is private to this call: numbered, so that the first
+  // call of one rank meets that of another. If ranks have made different numbers of calls, their
+  // next communicator brings them together.
   c10::intrusive_ptr<c10d::Store> make_store(const std::string& name) const;
 
  private:

@@ -2,17 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Data-parallel training with the optimizer's state (stage 1) and the gradients
-// (stage 2) split evenly over the ranks of a group.
-//
-//   zero::Group group = zero::init_process_group();
-//   zero::ZeroOptimizer optimizer(
-//       *model, std::make_unique<torch::optim::AdamW>(model->parameters(), 3e-4), group,
-//       zero::ZeroOptions().stage(2));
-//   for (auto& batch : batches) {
-//     optimizer.backward(loss(model, batch));  // buckets are reduced meanwhile
-//     optimizer.clip_grad_norm_(1.0);
-//     optimizer.step();                        // every rank has the new parameters
-//   }
+// (stage 2) split evenly over the ranks of a group. README.md has the loop.
 //
 // Working parameters are what the model computes with: full, on every rank, in their own dtype.
 // Masters are their fp32 copies, sharded. docs/design.md has all words.
@@ -33,8 +23,8 @@
 //      inside step(): p.grad() and gradient() show unclipped values.
 //   7. no_sync works in both stages and sends nothing.
 //   8. Misuse throws c10::Error saying expected, got, remedy and rank, on this rank at once and on
-//      all ranks at their next collective call, before anything else is sent. Where another rank or
-//      a connection is the cause, it is a zero::CommunicationError: see zero/errors.h.
+//      all ranks at their next collective call, before anything else is sent. If another rank or a
+//      connection is the cause, it is a zero::CommunicationError: see zero/errors.h.
 //   9. param_groups() are the truth for options; step() hands them to the inner optimizer.
 //
 // Use from one thread. Work is enqueued behind the stream that is current at the call. After a
@@ -71,13 +61,14 @@ struct Engine;
 // returns them.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
 
-// Counted on this rank since construction, recover() or a change of parameters; bytes go on after
-// resize_rows().
+// The counters of one rank. steps and skipped_steps are those of the whole run: checkpoints and
+// recover() keep them. All others begin at 0 at construction, recover() and a change of parameters,
+// but resize_rows() keeps bytes.
 struct Stats {
   Traffic data;               // gradients, parameters and norms
   Traffic control;            // control messages
-  int64_t steps = 0;          // step() calls that updated parameters, from the first one on
-  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients or skip_if(), too
+  int64_t steps = 0;          // step() calls that updated parameters
+  int64_t skipped_steps = 0;  // step() calls skipped for non-finite gradients or by skip_if()
   int64_t rounds = 0;         // reductions of all buckets
   Traffic copies;             // of ZeroOptions::protect()
 };
@@ -93,21 +84,21 @@ struct ResizedRows {
   at::Tensor values = {};
 };
 
-// What ZeroOptimizer::recover() went back to, and with whom.
+// The result of ZeroOptimizer::recover(): the step that it went back to, and the ranks.
 struct RecoveryReport {
   int64_t steps = 0;  // step() calls made at the protected step, skipped ones included
   // By new rank: the rank in the first group, or the number of a process that joined since.
   std::vector<int> members;
 };
 
-// An optimizer around another one, which steps on this rank's shard of the parameters alone.
+// An optimizer that wraps another one, and runs it on this rank's shard of the parameters only.
 class ZeroOptimizer final : public torch::optim::Optimizer {
  public:
   // Collective: all ranks of `group` call it with equal models, options and optimizers. Rank 0's
   // parameters and buffers are sent to the others. The parameters of `inner` that require gradients
   // become managed; `inner`'s parameters are replaced by this rank's fp32 master segments (without
-  // memory where ZeroOptions::split_masters keeps halves): whole
-  // parameters, in their shapes, in groups with Layout::kWholeParameters, else 1-D pieces.
+  // memory where ZeroOptions::split_masters keeps halves): whole parameters, in their shapes, in
+  // groups with Layout::kWholeParameters, else 1-D pieces.
   //
   // Working parameters must be dense leaves in float, bfloat16 or half, on group.device() if that
   // is a GPU, and belong to `module`, which must outlive the optimizer. Layout::kContiguous
@@ -139,14 +130,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // Runs backward from a `loss` of one element (times loss_scale()) and closes the round: complete
   // buckets were sent meanwhile, the rest is sent now with zeros for missing gradients. Blocks for
-  // other ranks 20 ms at most, which bounds memory when the network is slower than the backward
-  // pass. Calls add up. What a parameter's hooks return is sent; gradients of
-  // torch::autograd::grad() are not. Until step(), p.grad() of what was sent is NaN and may not be
-  // changed. A loss without a graph has the gradient zero, as where this rank drops all layers;
-  // under a NoGradGuard or InferenceMode it throws. The loss may reach parameters of other
-  // optimizers with the same loss scale; those with another one throw, on all ranks. Throws what
-  // the backward pass throws; then every step() of each optimizer that it has reached throws until
-  // zero_grad(), or for ever with update_in_backward.
+  // other ranks at most 20 ms for each bucket that is reduced meanwhile, which bounds memory when
+  // the network is slower than the backward pass. Calls add up. The gradients that a parameter's
+  // hooks return are sent; those of torch::autograd::grad() are not. Until step(), p.grad() of what
+  // was sent is NaN and may not be changed. A loss without a graph has the gradient zero, as where
+  // this rank drops all layers; under a NoGradGuard or InferenceMode it throws. The loss may reach
+  // parameters of other optimizers with the same loss scale; those with another one throw, on all
+  // ranks. Throws what the backward pass throws; then every step() of each optimizer that it has
+  // reached throws until zero_grad(), or for ever with update_in_backward.
   void backward(const at::Tensor& loss);
   // The same from several outputs. `output_gradients` as in torch::autograd::backward, which this
   // multiplies by loss_scale(); empty for outputs of one element. Those that have the scale in them
@@ -174,7 +165,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
   // While the guard lives, backward passes accumulate into p.grad() and send nothing; the next pass
   // without it, or step(), sends the sum. Stage 2 then holds full gradients meanwhile. `enabled`
-  // false: an inert guard. Not collective. Throws when nested; step() throws while a guard lives.
+  // false: an inert guard. Not collective. Throws when nested; collective calls throw while a guard
+  // lives.
   class NoSync {
    public:
     NoSync(NoSync&& other) noexcept;
@@ -199,11 +191,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
   // Collective. step() then clamps each element of the averaged, unscaled gradient to
-  // [-clip_value, clip_value], as torch::nn::utils::clip_grad_value_ does. With clip_grad_norm_()
+  // [-clip_value, clip_value] as torch::nn::utils::clip_grad_value_ does. With clip_grad_norm_()
   // the order of the calls is that of torch: each sees what those before it clipped. Infinities
-  // skip the step as ever; with skip_nonfinite(false) they become the limits. Sends nothing but its
-  // control message. Throws for a value <= 0 or NaN, for values that differ between ranks, and
-  // without a backward pass on any rank since step().
+  // skip the step as ever; with skip_nonfinite(false) they become the limits. In stage 2 it sends
+  // its control message and what is left of the reductions, in stage 1 also the averages, as
+  // reduce_gradients() does. Throws for a value <= 0 or NaN, for values that differ between ranks,
+  // and without a backward pass on any rank since step().
   void clip_grad_value_(double clip_value);
 
   // Collective. Updates this rank's masters, then brings every working parameter up to date on
@@ -216,11 +209,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Returns the closure's loss, else an undefined tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // With ZeroOptions::overlap_gather, else it does nothing: blocks until the last step has brought
-  // the parameters of `module` and its children up to date. Call it before a module computes, and
-  // before you read or change its parameters, in any order, any number of times. backward() throws
-  // for a graph that was made without, and the next call after a load or an edit that was. Not
-  // collective. Throws CommunicationError when communication failed.
+  // Blocks until the last step has updated the parameters of `module` and its children on this
+  // rank. Does nothing without ZeroOptions::overlap_gather. Call it before a module computes, and
+  // before you read or change its parameters, in any order, any number of times. Without this call,
+  // backward() throws for a graph that used old parameters, and the next collective call throws if
+  // parameters were loaded or edited. Not collective. Throws CommunicationError when communication
+  // failed.
   void wait_for(const torch::nn::Module& module);
   // The same for one parameter.
   void wait_for(const at::Tensor& parameter);
@@ -236,9 +230,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Forgets the gradients accumulated since the last step, and resets p.grad() whatever
   // `set_to_none` is. Collective when there are any and after a call that threw, otherwise local
   // and free; when only some ranks have any, the next collective call throws on all ranks and
-  // nothing is lost. Needed for gradients that must not count, since step() consumes the others.
-  // The module's own, on all ranks, does the same if it resets all parameters that have gradients;
-  // else the next collective call or pass throws. A clip is undone by this one alone.
+  // nothing is lost. Call it to drop gradients that must not count; step() consumes all others.
+  // zero_grad() of the module does the same if all ranks call it and it resets all parameters that
+  // have gradients; otherwise the next collective call or backward pass throws. Only this
+  // zero_grad() undoes a clip.
   void zero_grad(bool set_to_none = true);
 
   // ---- Reading ----
@@ -246,12 +241,14 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Completes the reduction of all gradients since the last step. In stage 1, p.grad()
   // then holds this parameter's averaged gradient in the parameter's dtype, until the next backward
   // pass, step() or zero_grad(). It may be read only: a change has no effect, and the next
-  // collective call throws, but on a GPU not for one through p.grad().data(), as of torch's clips.
-  // Called by clip_grad_norm_(). step() completes the reduction too, but shows no p.grad().
+  // collective call throws, except on a GPU for one through p.grad().data(), as of torch's clips.
+  // gradient(), norms and clips show the averages too, but notice no change through p.grad().data()
+  // on any device. step() completes the reduction too, but shows no p.grad().
   void reduce_gradients();
   // Collective. The averaged, unclipped gradient of a managed parameter since the last step, or its
   // master: full, fp32, in the parameter's shape, a copy. gradient() is undefined when no rank used
-  // the parameter. Allowed at any time, also between backward passes.
+  // the parameter, and in stage 1 gathers the averages of all parameters first. Allowed at any
+  // time, also between backward passes.
   at::Tensor gradient(const at::Tensor& parameter);
   at::Tensor master(const at::Tensor& parameter);
   // Returns whether the last step() was skipped, for non-finite gradients or by skip_if(). On a
@@ -265,10 +262,10 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // With ZeroOptions::ema. While the guard lives, the working parameters of all ranks hold their
   // average, for validation; at its end they get back what the masters say, every bit of before,
   // also after an exception. Collective, and so is the end: each of the two sends the parameters
-  // once, and raises their versions, so that a graph of before cannot run backward. Meanwhile
-  // backward passes and all other collective calls throw c10::Error, edits of parameters are lost
-  // at the end, and masters that working parameters are, or have the upper halves of, take their
-  // bytes once more. Throws
+  // once, and raises their versions, so that a graph of before cannot run backward. While it lives,
+  // backward passes and all other collective calls throw c10::Error, and edits of parameters are
+  // lost at its end. If working parameters are the masters (fp32) or their upper halves
+  // (split_masters), the guard needs memory for one more copy of this rank's masters. Throws
   // c10::Error on all ranks without that option, for gradients since the last step, inside no_sync
   // and for a second guard. The optimizer must outlive the guard. end() ends it early and throws
   // what the destructor cannot: that waits for the other ranks up to the timeout, and where it
@@ -330,13 +327,12 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Collective. Writes a folder that all ranks see, or see SaveOptions::shared_folder: masters,
   // state of the inner optimizer, step counts, loss scale, options; rank 0's buffers and the
   // parameters that no ZeroOptimizer manages; objects that SaveOptions include. It appears complete
-  // or not at all. Any number of
-  // ranks can load it, and any mesh with the same names. Needs memory for one tensor more; the
-  // slowest rank must be done within the group's timeout. Throws c10::Error on all ranks, leaving
-  // what was at `folder`: gradients since the last step, an existing `folder` without
-  // overwrite(true), an unfinished save to `folder`, a folder that not all ranks see, errors of a
-  // disk, state that cannot be cut for other numbers of ranks, one name for several tensors, a
-  // tensor that was put in the place of another.
+  // or not at all. Any number of ranks can load it, and any mesh with the same names. Needs memory
+  // for one tensor more; the slowest rank must be done within the group's timeout. Throws
+  // c10::Error on all ranks, leaving what was at `folder`: gradients since the last step, an
+  // existing `folder` without overwrite(true), an unfinished save to `folder`, a folder that not
+  // all ranks see, errors of a disk, state that cannot be cut for other numbers of ranks, one name
+  // for several tensors, a tensor that was put in the place of another.
   void save_checkpoint(const std::string& folder, const SaveOptions& options = {});
   // Collective. The same, but returns at once; steps may follow. A thread copies this rank's shard
   // in host memory, in the order in which a step changes it, and a step that is ahead copies the
@@ -380,8 +376,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // With ZeroOptions::protect(n): after a call threw CommunicationError, because a rank died or
   // does not answer or a process waits to join, the ranks call this and go on from the last
   // protected step, without files: with new numbers, group() and plan(), and the bits of a
-  // checkpoint of that step. Gradients are dropped. What else a loop has, such as its place in the
-  // data, is the caller's to set back: see docs/recovery.md.
+  // checkpoint of that step. Gradients are dropped. The caller sets back all else that a loop has,
+  // such as its place in the data: see docs/recovery.md.
   //
   // Collective over the ranks that are left and those that join: one that computes is waited for,
   // one that is dead or stopped is left behind after a second, for good, and its call throws. The
@@ -395,8 +391,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // ---- Repair ----
 
   // Collective. Takes over working parameters that were loaded, moved to other storage or edited:
-  // sends rank 0's values, also of frozen ones, to all ranks, and sets the masters from them. What
-  // another ZeroOptimizer manages is not sent.
+  // sends rank 0's values, also of frozen ones, to all ranks, and sets the masters from them.
+  // Parameters of another ZeroOptimizer are not sent.
   void refresh_master_parameters();
   // Collective. The reverse: sets working parameters from the masters. It cannot take back edits of
   // parameters that are masters, fp32 in place, or that are halves of them.
