@@ -9,14 +9,20 @@
 #include <algorithm>
 #include <numeric>
 
-#include "zero/base/streams.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/gradients/replica_sum.h"
-#include "zero/memory/bucket_memory.h"
-#include "zero/memory/device_stream.h"
-#include "zero/memory/trace_range.h"
 
 namespace zero {
+namespace {
+
+// What divides the sums of gradients.
+int64_t divisor_of(const DomainCommunicators& comms) {
+  if (comms.averaged_over > 0) return comms.averaged_over;
+  return comms.data->world_size() * (comms.replicas == nullptr ? 1 : comms.replicas->world_size());
+}
+
+}  // namespace
+
 GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
                                  std::vector<DomainCommunicators> comms, BufferPool& pool,
                                  const ReducerOptions& options)
@@ -28,21 +34,13 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       local_(table, options.no_sync_fp32),
       device_(table.parameters().front().tensor.device()),
       used_(table.parameters().size(), 0),
+      round_(plan, options_.wires, pool, used_.size(), device_),
       queue_(pool) {
   if (options.micro_batches > 0) {
     const Communicator& ranks = *comms_.front().data;
     sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
   }
   make_shards();
-  places_.resize(used_.size());
-  for (size_t b = 0; b < plan.buckets.size(); ++b) {
-    const auto& slots = plan.buckets[b].slots;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      places_[slots[i].parameter].push_back({static_cast<int64_t>(b), i});
-    }
-  }
-  expect_unused(std::vector<uint8_t>(used_.size(), 1));
-  start_round();
 }
 
 void GradientReducer::make_shards() {
@@ -84,38 +82,10 @@ void GradientReducer::connect() {
   total_rounds_ = 0;
 }
 
-void GradientReducer::start_round() {
-  packed_.assign(used_.size(), 0);
-  open_.resize(plan_.buckets.size());
-  for (size_t b = 0; b < open_.size(); ++b) {
-    open_[b].missing = static_cast<int64_t>(plan_.buckets[b].slots.size());
-  }
-  next_ = 0;
-}
-
-void GradientReducer::expect_unused(const std::vector<uint8_t>& used) {
-  TORCH_INTERNAL_ASSERT(next_ == 0 && !round_open(), "the order of a round under way is fixed");
-  if (used == expected_) return;
-  expected_ = used;
-  order_.clear();
-  for (const bool complete : {true, false}) {
-    for (size_t b = 0; b < plan_.buckets.size(); ++b) {
-      const auto& slots = plan_.buckets[b].slots;
-      const bool all = std::all_of(slots.begin(), slots.end(),
-                                   [&](const Slot& slot) { return used[slot.parameter] != 0; });
-      if (all == complete) order_.push_back(static_cast<int64_t>(b));
-    }
-  }
-}
-
-bool GradientReducer::round_open() const {
-  return std::any_of(packed_.begin(), packed_.end(), [](uint8_t p) { return p != 0; });
-}
-
 void GradientReducer::begin_pass() {
   // A round that plain backward() calls left open must not mix with this pass: gradients packed in
   // it would make those of this pass late.
-  if (round_open()) close_round();
+  if (round_.has_any()) close_round();
   in_pass_ = true;
 }
 
@@ -143,7 +113,7 @@ void GradientReducer::check_by_hand(int64_t parameter) const {
 }
 
 void GradientReducer::before_gradient(int64_t parameter) {
-  TORCH_CHECK(!options_.update_in_backward || (packed_[parameter] == 0 && rounds_ == 0),
+  TORCH_CHECK(!options_.update_in_backward || (!round_.has(parameter) && rounds_ == 0),
               "parameter ", table_.parameters()[parameter].name,
               ": expected one gradient and one backward pass in a step with "
               "update_in_backward(true), got a second one, as of a pass without step() before it, "
@@ -156,10 +126,9 @@ void GradientReducer::before_gradient(int64_t parameter) {
 }
 
 bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradient) {
-  // A late one waits.
-  if (packed_[parameter] != 0 || places_[parameter].empty()) return false;
-  const Bucket& bucket = plan_.buckets[places_[parameter].front().bucket];
-  const auto sum = local_.addend(parameter, gradient, wire_of(bucket).packed_dtype());
+  if (round_.has(parameter)) return false;  // a late one waits
+  const auto dtype = round_.packed_dtype(parameter);
+  const auto sum = dtype ? local_.addend(parameter, gradient, *dtype) : std::nullopt;
   if (!sum) return false;
   local_.release(parameter);
   pack(parameter, gradient, *sum);
@@ -172,7 +141,7 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   // Never two gradients of a parameter in one round, even while its bucket is still
   // here: a 16-bit bucket would lose what a sum in fp32 keeps, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
-  if (packed_[parameter] != 0) {
+  if (round_.has(parameter)) {
     if (sums_) sums_->check_first(parameter);
     if (in_pass_) return;  // late: it is sent in the next round
     close_round();         // a new pass began with a plain backward()
@@ -181,111 +150,45 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   send_complete();
 }
 
-const at::Tensor& GradientReducer::open(int64_t b) {
-  const Bucket& bucket = plan_.buckets[b];
-  Rows& packed = open_[b].packed;
-  if (!packed.defined()) packed = wire_of(bucket).open(bucket.rows, pool_);
-  return packed.values();
-}
-
-at::Tensor GradientReducer::matrix(int64_t b, int64_t i) const {
-  const at::Tensor& packed = open_[b].packed.values();
-  const Bucket& bucket = plan_.buckets[b];
-  if (wire_of(bucket).matrices() == 1) return packed;
-  return packed.view({-1}).narrow(0, i * bucket.rows.total(), bucket.rows.total());
-}
-
-void GradientReducer::follow_packing(int64_t b) {
-  if (device_.is_cpu()) return;
-  const c10::Stream current = current_torch_stream(device_);
-  std::optional<c10::Stream>& last = open_[b].stream;
-  if (last && *last != current) make_wait(current, *last);
-  last = current;
-}
-
-// At once when a bucket is full: it may have to wait for the buckets before it, and encoded it may
-// be smaller.
-void GradientReducer::encode(int64_t b) {
-  Open& open = open_[b];
-  const WireFormat& wire = wire_of(plan_.buckets[b]);
-  open.encoded = wire.encode(std::exchange(open.packed, Rows()), pool_);
-  if (wire.packs_in_place()) return;
-  const auto bytes = static_cast<int64_t>(open.encoded.values().nbytes());
-  unsent_bytes_ += bytes - std::exchange(open.unsent_bytes, bytes);
-}
-
 // gradient + added, or only `gradient`.
 void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added) {
-  packed_[parameter] = 1;
   used_[parameter] = 1;
   MicroBatchSums::Parts parts{{gradient, added}};
   if (sums_) parts = sums_->finish(parameter, gradient);
-  for (const Place& place : places_[parameter]) {
-    const TraceRange range("pack", place.bucket);
-    const Bucket& bucket = plan_.buckets[place.bucket];
-    const Slot& slot = bucket.slots[place.slot];
-    const at::Tensor& packed = open(place.bucket);
-    follow_packing(place.bucket);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      copy_into_bucket(plan_, bucket, slot, parts[i].tensor, matrix(place.bucket, i),
-                       parts[i].added);
-    }
-    Open& open = open_[place.bucket];
-    const int64_t bytes =
-        wire_of(bucket).matrices() * slot.numel * static_cast<int64_t>(packed.element_size());
-    open.unsent_bytes += bytes;
-    unsent_bytes_ += bytes;
-    if (--open.missing == 0) encode(place.bucket);
-  }
+  round_.pack(parameter, parts);
   local_.mark_sent(parameter);
 }
 
 void GradientReducer::send_complete() {
-  while (next_ < static_cast<int64_t>(order_.size()) && open_[order_[next_]].missing == 0)
-    send_next();
+  while (round_.next_is_full()) send_next();
+}
+
+// True for a later round of a step. After reduce_over_replicas() all replicas hold their common
+// mean: only the first of them carries it into a further sum.
+bool GradientReducer::accumulates(const DomainCommunicators& comms) const {
+  const bool carries = comms.replicas == nullptr || comms.replicas->rank() == 0;
+  return rounds_ > (carries ? dropped_ : std::max(dropped_, replicated_));
 }
 
 void GradientReducer::send_next() {
-  const int64_t b = order_[next_];
+  const int64_t b = round_.next();
   const Bucket& bucket = plan_.buckets[b];
-  const Arena& arena = plan_.arena_of(bucket);
-  const DomainCommunicators& comms = comms_[arena.domain];
-  const int64_t ranks =
-      comms.averaged_over > 0
-          ? comms.averaged_over
-          : arena.world_size * (comms.replicas == nullptr ? 1 : comms.replicas->world_size());
-  follow_packing(b);
-  // The bucket is not full: its round is being closed.
-  if (!open_[b].encoded.defined()) {
-    open(b);
-    for (const Slot& slot : bucket.slots) {
-      if (packed_[slot.parameter] != 0) continue;
-      for (int64_t i = 0; i < wire_of(bucket).matrices(); ++i) {
-        copy_into_bucket(plan_, bucket, slot, at::Tensor(), matrix(b, i));
-      }
-    }
-    encode(b);
-  }
+  const DomainCommunicators& comms = comms_[plan_.arena_of(bucket).domain];
+  round_.fill_next();  // with zeros, where the round is being closed
   UnderWay sent{b, has_whole_row(b)};
   if (options_.update_in_backward) {
     if (comms.data->world_size() > 1) sent.sums = queue_.sums(*comms.data, device_);
     take_shard(sent);
   }
   BucketReduction reduction;
-  reduction.wire = &wire_of(bucket);
-  reduction.rows = std::exchange(open_[b].encoded, Rows());
-  unsent_bytes_ -= std::exchange(open_[b].unsent_bytes, 0);
+  reduction.wire = options_.wires[bucket.arena].get();
+  reduction.rows = round_.take_next();  // only now: if memory has run out, the next call sends it
   reduction.shard = shards_[b];
-  // After reduce_over_replicas() all replicas hold their common mean: only the first of them
-  // carries it into a further sum.
-  const bool carries = comms.replicas == nullptr || comms.replicas->rank() == 0;
-  reduction.accumulate = rounds_ > (carries ? dropped_ : std::max(dropped_, replicated_));
-  reduction.scale = static_cast<float>(scale_ / static_cast<double>(ranks));
+  reduction.accumulate = accumulates(comms);
+  reduction.scale = static_cast<float>(scale_ / static_cast<double>(divisor_of(comms)));
   reduction.group = comms.data;
   reduction.bucket = b;
   set_reducing(true);
-  open_[b].stream.reset();
-  ++next_;  // not before: if memory has run out above, the next call sends the bucket
   if (has_peers(reduction)) {
     queue_.push(std::move(reduction));
   } else {
@@ -313,7 +216,7 @@ void GradientReducer::take_shard(const UnderWay& sent) {
 bool GradientReducer::has_whole_row(int64_t b) const {
   if (!options_.update_in_backward || own_parameters_[b].empty()) return false;
   return std::all_of(own_parameters_[b].begin(), own_parameters_[b].end(),
-                     [&](int64_t p) { return packed_[p] != 0; });
+                     [&](int64_t p) { return round_.has(p); });
 }
 
 void GradientReducer::update_reduced() {
@@ -339,7 +242,7 @@ void GradientReducer::close_round() {
   in_pass_ = false;
   const auto count = static_cast<int64_t>(table_.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (packed_[p] != 0) continue;
+    if (round_.has(p)) continue;
     check_by_hand(p);
     if (local_.has(p)) {
       if (local_.is_by_hand(p)) {
@@ -354,18 +257,18 @@ void GradientReducer::close_round() {
 }
 
 void GradientReducer::send_round() {
-  while (next_ < static_cast<int64_t>(order_.size())) send_next();
+  while (!round_.all_taken()) send_next();
   ++rounds_;
   ++total_rounds_;
-  start_round();
+  round_.restart();
 }
 
 int64_t GradientReducer::rounds_needed() const {
-  bool open_round = round_open();
+  bool open_round = round_.has_any();
   bool late = false;
-  for (size_t p = 0; p < used_.size(); ++p) {
-    if (!local_.has(static_cast<int64_t>(p))) continue;
-    (packed_[p] != 0 ? late : open_round) = true;
+  for (size_t i = 0; i < used_.size(); ++i) {
+    const auto p = static_cast<int64_t>(i);
+    if (local_.has(p)) (round_.has(p) ? late : open_round) = true;
   }
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
 }
@@ -403,7 +306,7 @@ void GradientReducer::reduce_over_replicas() {
 }
 
 void GradientReducer::consume() {
-  TORCH_INTERNAL_ASSERT(next_ == 0, "consume() with a round under way");
+  TORCH_INTERNAL_ASSERT(!round_.any_taken(), "consume() with a round under way");
   in_pass_ = false;  // also of a pass that ended with an exception
   std::fill(used_.begin(), used_.end(), 0);
   by_hand_.clear();
@@ -447,7 +350,7 @@ void GradientReducer::drop_resets() {
               "that were reset; call it before backward(), and go on from a checkpoint");
   if (local_.forget_resets()) {
     // Other ranks have sent their part of the open round. It has no gradients but those.
-    if (round_open()) send_round();
+    if (round_.has_any()) send_round();
     dropped_ = rounds_;
     by_hand_.clear();
     if (sums_) sums_->forget();

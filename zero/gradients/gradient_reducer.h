@@ -46,6 +46,7 @@
 #include "zero/comm/domain_communicators.h"
 #include "zero/gradients/local_gradients.h"
 #include "zero/gradients/micro_batch_sums.h"
+#include "zero/gradients/open_round.h"
 #include "zero/gradients/reduction_queue.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/memory/buffer_pool.h"
@@ -91,7 +92,7 @@ class GradientReducer {
   // Returns whether BucketUpdates::update() was called for the bucket since consume().
   bool is_updated(int64_t bucket) const { return updated_[bucket] != 0; }
   // Returns whether a round was begun since consume(), perhaps of zeros.
-  bool has_packed() const { return rounds_ > 0 || round_open(); }
+  bool has_packed() const { return rounds_ > 0 || round_.has_any(); }
 
   // Factor on every gradient besides the mean over ranks: 1 / loss scale.
   void set_scale(double scale) { scale_ = scale; }
@@ -138,7 +139,7 @@ class GradientReducer {
   void consume();
   // Sends buckets with a parameter that is not `used` last from now on, so that they do not hold
   // the others back. `used` must be the same on all ranks. To be called after consume().
-  void expect_unused(const std::vector<uint8_t>& used);
+  void expect_unused(const std::vector<uint8_t>& used) { round_.expect_unused(used); }
 
   // Sets used(): a parameter is used while it has a gradient, in p.grad() or sent. A gradient that
   // was put into p.grad() by hand counts; a dropped one does not.
@@ -172,7 +173,7 @@ class GradientReducer {
   // the next step; and of gradients that are packed and wait for the rest of their bucket or for
   // the buckets before it.
   int64_t local_bytes() const { return local_.bytes() + (sums_ ? sums_->bytes() : 0); }
-  int64_t unsent_bytes() const { return unsent_bytes_; }
+  int64_t unsent_bytes() const { return round_.unsent_bytes(); }
   // Those that are not the pool's.
   int64_t shard_bytes() const;
   // Frees the shards: from then on only functions that count bytes and the destructor may be
@@ -184,43 +185,23 @@ class GradientReducer {
   }
 
  private:
-  struct Place {
-    int64_t bucket = 0;
-    size_t slot = 0;  // in the bucket
-  };
-  struct Open {    // a bucket of the open round
-    Rows packed;   // undefined until its first gradient arrives, and when encoded
-    Rows encoded;  // from when it is full until it is sent
-    std::optional<c10::Stream> stream = std::nullopt;  // on a GPU: the last that packed
-    int64_t missing = 0;                               // parameters not yet packed
-    int64_t unsent_bytes = 0;                          // of those that are
-  };
-
   struct UnderWay {  // with update_in_backward, a bucket that was sent
     int64_t bucket = 0;
     bool whole = false;  // all of its own row have a gradient of this rank
     std::optional<c10::Stream> sums = std::nullopt;  // of its shard; none: the current one
   };
 
-  void start_round();
   void make_shards();
   bool has_whole_row(int64_t bucket) const;
   void take_shard(const UnderWay& sent);
   void update_reduced();
   void finish_shard(const UnderWay& reduced);
   void set_reducing(bool reducing);
-  bool round_open() const;  // a gradient was packed that closes with this round
-  const WireFormat& wire_of(const Bucket& bucket) const { return *options_.wires[bucket.arena]; }
-  const at::Tensor& open(int64_t bucket);
-  // Matrix `i` of those that the open bucket has: see WireFormat::matrices().
-  at::Tensor matrix(int64_t bucket, int64_t i) const;
-  // Makes the current stream wait for others that packed into the bucket: a model may use several.
-  void follow_packing(int64_t bucket);
-  void encode(int64_t bucket);
   // With micro-batches: throws c10::Error for a gradient that was put into p.grad() by hand.
   void check_by_hand(int64_t parameter) const;
   void pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added = {});
   void send_complete();
+  bool accumulates(const DomainCommunicators& comms) const;
   void send_next();
   void send_round();
   void reduce_over_replicas();
@@ -239,16 +220,8 @@ class GradientReducer {
   std::vector<uint8_t> used_;       // per parameter, since consume()
   std::vector<uint8_t> by_hand_;    // the same, or empty
 
-  // The open round.
-  std::vector<uint8_t> packed_;  // per parameter
-  std::vector<Open> open_;       // per bucket
-  int64_t next_ = 0;             // position in order_ of the first bucket not yet sent
+  OpenRound round_;
   bool in_pass_ = false;
-
-  std::vector<uint8_t> expected_;           // what order_ was made from
-  std::vector<int64_t> order_;              // buckets, as they are sent
-  std::vector<std::vector<Place>> places_;  // per parameter
-  int64_t unsent_bytes_ = 0;
 
   bool reducing_ = false;   // a bucket was pushed since complete()
   int64_t rounds_ = 0;      // closed since consume()
