@@ -3,11 +3,11 @@
 #include "zero/gradients/gradient_reducer.h"
 
 #include <ATen/ops/zeros.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "zero/comm/row_communicator.h"
 #include "zero/gradients/replica_sum.h"
@@ -40,24 +40,19 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
     const Communicator& ranks = *comms_.front().data;
     sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
   }
-  make_shards();
+  shards_.resize(plan.buckets.size());
+  if (options.update_in_backward) {
+    early_.emplace(plan, comms_, queue_, pool, device_, options.shard_dtype, shards_);
+  } else {
+    make_shards();
+  }
 }
 
 void GradientReducer::make_shards() {
-  updated_.assign(plan_.buckets.size(), 0);
   std::vector<int64_t> own;  // elements of this rank's row of each bucket
-  for (size_t b = 0; b < plan_.buckets.size(); ++b) {
-    const auto bucket = static_cast<int64_t>(b);
-    const int64_t rank = comms_[plan_.domain_of(bucket)].data->rank();
-    own.push_back(plan_.buckets[b].rows.numel(rank));
-    if (!options_.update_in_backward) continue;
-    own_parameters_.emplace_back();
-    for (const Segment& s : plan_.segments(bucket, rank)) {
-      own_parameters_.back().push_back(s.parameter);
-    }
+  for (const Bucket& bucket : plan_.buckets) {
+    own.push_back(bucket.rows.numel(comms_[plan_.arena_of(bucket).domain].data->rank()));
   }
-  shards_.resize(own.size());
-  if (options_.update_in_backward) return;
   // One allocation: shards are read bucket by bucket, but a norm reads them all.
   const at::Tensor flat =
       at::zeros({std::accumulate(own.begin(), own.end(), int64_t{0})},
@@ -175,11 +170,7 @@ void GradientReducer::send_next() {
   const Bucket& bucket = plan_.buckets[b];
   const DomainCommunicators& comms = comms_[plan_.arena_of(bucket).domain];
   round_.fill_next();  // with zeros, where the round is being closed
-  UnderWay sent{b, has_whole_row(b)};
-  if (options_.update_in_backward) {
-    if (comms.data->world_size() > 1) sent.sums = queue_.sums(*comms.data, device_);
-    take_shard(sent);
-  }
+  if (early_) early_->before_sending(b, round_);
   BucketReduction reduction;
   reduction.wire = options_.wires[bucket.arena].get();
   reduction.rows = round_.take_next();  // only now: if memory has run out, the next call sends it
@@ -194,48 +185,7 @@ void GradientReducer::send_next() {
   } else {
     reduce_alone(reduction, pool_);
   }
-  if (!options_.update_in_backward) return;
-  if (comms.data->world_size() > 1 && RowCommunicator(*comms.data).waits_on_host(device_)) {
-    under_way_.push_back(sent);
-  } else {
-    queue_.check();  // after an error nothing is on the stream
-    finish_shard(sent);
-  }
-  update_reduced();
-}
-
-void GradientReducer::take_shard(const UnderWay& sent) {
-  if (updates_ != nullptr) updates_->before_sending(sent.bucket, sent.whole);
-  const c10::OptionalStreamGuard guard(sent.sums);
-  const int64_t rank = comms_[plan_.domain_of(sent.bucket)].data->rank();
-  shards_[sent.bucket] =
-      pool_.take(plan_.buckets[sent.bucket].rows.numel(rank), options_.shard_dtype);
-}
-
-// Then all ranks together have a gradient of each, whatever the others used.
-bool GradientReducer::has_whole_row(int64_t b) const {
-  if (!options_.update_in_backward || own_parameters_[b].empty()) return false;
-  return std::all_of(own_parameters_[b].begin(), own_parameters_[b].end(),
-                     [&](int64_t p) { return round_.has(p); });
-}
-
-void GradientReducer::update_reduced() {
-  if (under_way_.empty()) return;
-  for (const int64_t done = queue_.done(); !under_way_.empty() && taken_ < done; ++taken_) {
-    const UnderWay reduced = under_way_.front();
-    under_way_.pop_front();
-    finish_shard(reduced);
-  }
-}
-
-void GradientReducer::finish_shard(const UnderWay& reduced) {
-  const c10::OptionalStreamGuard guard(reduced.sums);
-  if (updates_ != nullptr) {
-    if (!reduced.whole) return;
-    updates_->update(reduced.bucket);
-    updated_[reduced.bucket] = 1;
-  }
-  pool_.give(std::exchange(shards_[reduced.bucket], at::Tensor()));
+  if (early_) early_->after_sending(b);
 }
 
 void GradientReducer::close_round() {
@@ -284,8 +234,7 @@ void GradientReducer::set_reducing(bool reducing) {
 void GradientReducer::complete(int64_t rounds) {
   while (rounds_ < rounds) close_round();
   queue_.drain();
-  update_reduced();
-  if (options_.update_in_backward) queue_.join();  // what was updated just now, too
+  if (early_) early_->queue_drained();
   pool_.joined();
   set_reducing(false);
   if (rounds > replicated_) {
@@ -315,12 +264,7 @@ void GradientReducer::consume() {
   rounds_ = 0;
   dropped_ = 0;
   replicated_ = 0;
-  if (options_.update_in_backward) {
-    std::fill(updated_.begin(), updated_.end(), 0);
-    for (at::Tensor& shard : shards_) {
-      if (shard.defined()) pool_.give(std::exchange(shard, at::Tensor()));
-    }
-  }
+  if (early_) early_->end_step();
   pool_.trim();
 }
 
@@ -366,7 +310,7 @@ void GradientReducer::discard() {
 
 int64_t GradientReducer::shard_bytes() const {
   int64_t bytes = 0;
-  if (options_.update_in_backward) return bytes;
+  if (early_) return bytes;
   for (const at::Tensor& shard : shards_) bytes += static_cast<int64_t>(shard.nbytes());
   return bytes;
 }

@@ -24,26 +24,19 @@
 // closes the round, so that micro-batches add up in the shards, in fp32.
 //
 // With ZeroOptions::micro_batches a step has one round, of the pass of this rank's last
-// micro-batch; gradients of passes before it are kept in MicroBatchSums.
-//
-// With ZeroOptions::update_in_backward a step has one round too, and a shard lives from when its
-// bucket is sent until it was given to BucketUpdates, on the thread that sends. Where this rank has
-// no gradient of a parameter of its row, only step() knows whether another rank has one: such a
-// shard is kept until consume(). On a GPU a shard is taken, filled, read and given back on the
-// stream of its sum, so that the next bucket's is the same memory, however far ahead the host is.
+// micro-batch; gradients of passes before it are kept in MicroBatchSums. With
+// ZeroOptions::update_in_backward it has one round, too, and EarlyShards says how long shards live.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "bookkeeping/plan.h"
 #include "zero/comm/domain_communicators.h"
+#include "zero/gradients/early_shards.h"
 #include "zero/gradients/local_gradients.h"
 #include "zero/gradients/micro_batch_sums.h"
 #include "zero/gradients/open_round.h"
@@ -62,18 +55,6 @@ struct ReducerOptions {
   bool update_in_backward = false;           // ZeroOptions::update_in_backward
 };
 
-// What a reducer with ReducerOptions::update_in_backward calls.
-class BucketUpdates {
- public:
-  virtual ~BucketUpdates() = default;
-  // For each bucket. If it is `whole`, this rank has gradients of all parameters of its row, and
-  // update() comes for it. The current stream is that of the backward pass.
-  virtual void before_sending(int64_t bucket, bool whole) = 0;
-  // shard(bucket) is complete, or is on the current stream, which has waited for what the backward
-  // pass had to do at before_sending().
-  virtual void update(int64_t bucket) = 0;
-};
-
 class GradientReducer {
  public:
   // References must outlive the reducer.
@@ -88,9 +69,9 @@ class GradientReducer {
   void connect();
 
   // With ReducerOptions::update_in_backward, behind connect(), which updates nothing.
-  void update_with(BucketUpdates& updates) { updates_ = &updates; }
+  void update_with(BucketUpdates& updates) { early_->update_with(updates); }
   // Returns whether BucketUpdates::update() was called for the bucket since consume().
-  bool is_updated(int64_t bucket) const { return updated_[bucket] != 0; }
+  bool is_updated(int64_t bucket) const { return early_ && early_->is_updated(bucket); }
   // Returns whether a round was begun since consume(), perhaps of zeros.
   bool has_packed() const { return rounds_ > 0 || round_.has_any(); }
 
@@ -185,17 +166,7 @@ class GradientReducer {
   }
 
  private:
-  struct UnderWay {  // with update_in_backward, a bucket that was sent
-    int64_t bucket = 0;
-    bool whole = false;  // all of its own row have a gradient of this rank
-    std::optional<c10::Stream> sums = std::nullopt;  // of its shard; none: the current one
-  };
-
   void make_shards();
-  bool has_whole_row(int64_t bucket) const;
-  void take_shard(const UnderWay& sent);
-  void update_reduced();
-  void finish_shard(const UnderWay& reduced);
   void set_reducing(bool reducing);
   // With micro-batches: throws c10::Error for a gradient that was put into p.grad() by hand.
   void check_by_hand(int64_t parameter) const;
@@ -229,13 +200,7 @@ class GradientReducer {
   int64_t replicated_ = 0;  // of those, averaged over replicas
   int64_t total_rounds_ = 0;
   ReductionQueue queue_;
-
-  // With update_in_backward.
-  BucketUpdates* updates_ = nullptr;
-  std::vector<std::vector<int64_t>> own_parameters_;  // per bucket: those of this rank's row
-  std::deque<UnderWay> under_way_;                    // in the order of the queue's worker
-  int64_t taken_ = 0;                                 // from it since construction
-  std::vector<uint8_t> updated_;                      // per bucket, since consume()
+  std::optional<EarlyShards> early_;  // with update_in_backward
 };
 
 }  // namespace zero
