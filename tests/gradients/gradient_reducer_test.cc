@@ -161,7 +161,7 @@ TEST(GradientReducerTest, ASecondGradientInAPassWaitsForTheNextRound) {
       EXPECT_TRUE(r.grad(1).defined());
       EXPECT_EQ(r.reducer.local_bytes(), 7 * 4);
       EXPECT_EQ(r.reducer.rounds_needed(), 2);
-      r.reducer.close_round();
+      r.reducer.end_pass(/*kept=*/false);
       EXPECT_EQ(r.reducer.rounds_needed(), 2);
       r.reducer.complete(2);
       EXPECT_EQ(r.reducer.local_bytes(), 0);
@@ -177,7 +177,7 @@ TEST(GradientReducerTest, WhatAPlainBackwardLeftOpenDoesNotMixWithAPass) {
     r.reducer.begin_pass();
     EXPECT_EQ(r.reducer.rounds_sent(), 1);
     r.backward(1);
-    r.reducer.close_round();
+    r.reducer.end_pass(/*kept=*/false);
     r.reducer.complete(2);
     r.expect_shards([&](int64_t p) { return p == 3 ? r.mean(p, {0, 1}) : r.mean(p, {1}); });
   });
@@ -238,7 +238,7 @@ TEST(GradientReducerTest, AGradientOfAnotherShapeThatWasPutThereIsNotSent) {
     r.grad(0) = at::ones({1, 5});
     const std::vector<std::string> words{"gradient of value0", "expected shape [3, 5]", "[1, 5]"};
     expect_words(error_of([&] { r.reducer.verify(); }), words);
-    expect_words(error_of([&] { r.reducer.close_round(); }), words);
+    expect_words(error_of([&] { r.reducer.end_pass(/*kept=*/false); }), words);
     r.reducer.discard();
     r.reducer.complete(1);
     r.expect_shards([&](int64_t) { return at::zeros({33}); });

@@ -10,18 +10,20 @@
 // depends only on this rank's calls, never on timing, so that results are the same bits run after
 // run; a sum has the same terms whichever round they are in, so ranks need not choose the same one.
 //
-//   begin_pass  gradient_ready* close_round      optimizer.backward(loss)
-//               gradient_ready*                  loss.backward(): the round stays open
-//   complete(n) agreed by all ranks: a rank that is behind sends zeros up to round n
-//   consume()   forgets all of this; the next step begins
+//   begin_pass (take_gradient | gradient_ready)* end_pass   optimizer.backward(loss): end_pass()
+//                                                           closes the round, unless gradients are
+//                                                           kept
+//              (take_gradient | gradient_ready)*            loss.backward(): the round stays open
+//   complete(n)   agreed by all ranks: a rank that is behind sends zeros up to round n
+//   consume()     forgets all of this; the next step begins
 //
 // drop_resets() does what zero_grad() of the module asked for: the sums of earlier rounds are
 // overwritten. Ranks must compare rounds_dropped(), as they agree on the rounds.
 //
-// A parameter has one place per round. Its second gradient in one pass (a shared
-// weight under activation checkpointing fires several times) stays in p.grad()
-// and is sent in the next round; its second gradient by plain backward() calls
-// closes the round, so that micro-batches add up in the shards, in fp32.
+// A parameter has one place per round. Its second gradient in one pass (a shared weight under
+// activation checkpointing fires several times) stays in p.grad() and is sent in the next round;
+// its second gradient by plain backward() calls closes the round, so that micro-batches add up in
+// the shards, in fp32.
 //
 // With ZeroOptions::micro_batches a step has one round, of the pass of this rank's last
 // micro-batch; gradients of passes before it are kept in MicroBatchSums. With
@@ -80,7 +82,8 @@ class GradientReducer {
 
   // Begins a backward pass, which end_pass() ends.
   void begin_pass();
-  // Ends a pass of which gradients were `kept`, or closes its round.
+  // Ends a pass. Unless gradients were `kept`, sends the rest of its round, with zeros for what is
+  // missing: throws c10::Error for what was put into p.grad() and cannot be sent.
   void end_pass(bool kept);
   // The micro-batches of this rank; null without that option.
   const MicroBatchSums* micro_batches() const { return sums_ ? &*sums_ : nullptr; }
@@ -101,9 +104,6 @@ class GradientReducer {
   void gradient_ready(int64_t parameter);
   // The same under no_sync, and where keeps_gradients(): the gradient stays local.
   void gradient_kept(int64_t parameter);
-  // Sends the rest of the open round with zeros for what is missing. Throws c10::Error for what was
-  // put into p.grad() and cannot be sent.
-  void close_round();
 
   // Rounds this rank needs so that nothing it has is left behind.
   int64_t rounds_needed() const;
@@ -167,6 +167,7 @@ class GradientReducer {
 
  private:
   void make_shards();
+  void close_round();
   void set_reducing(bool reducing);
   // With micro-batches: throws c10::Error for a gradient that was put into p.grad() by hand.
   void check_by_hand(int64_t parameter) const;
@@ -194,11 +195,14 @@ class GradientReducer {
   OpenRound round_;
   bool in_pass_ = false;
 
-  bool reducing_ = false;   // a bucket was pushed since complete()
-  int64_t rounds_ = 0;      // closed since consume()
-  int64_t dropped_ = 0;     // of those, the first that no longer count
-  int64_t replicated_ = 0;  // of those, averaged over replicas
-  int64_t total_rounds_ = 0;
+  bool reducing_ = false;  // a bucket was pushed since complete()
+  // The rounds that were closed since consume(). Of them the first dropped_ no longer count, and
+  // the sum of the first replicated_ is the same on all replicas. So a bucket of the next round is
+  // assigned to its shard where all rounds before it were dropped, else added: see accumulates().
+  int64_t rounds_ = 0;
+  int64_t dropped_ = 0;
+  int64_t replicated_ = 0;
+  int64_t total_rounds_ = 0;  // since connect()
   ReductionQueue queue_;
   std::optional<EarlyShards> early_;  // with update_in_backward
 };
