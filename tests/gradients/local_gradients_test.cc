@@ -23,7 +23,7 @@ struct Model {
         local(flat.table, fp32) {}
   at::Tensor& grad(int64_t p) { return flat.model.values[p].mutable_grad(); }
   void accumulate(int64_t p, double value) {
-    local.set_aside(p);
+    local.clear_placeholder(p);
     const at::Tensor added = at::full_like(flat.model.values[p].detach(), value);
     grad(p) = grad(p).defined() ? grad(p) + added : added;
   }
@@ -36,11 +36,11 @@ TEST(LocalGradientsTest, ReleaseReturnsEverythingOnce) {
   Model m(at::kFloat);
   EXPECT_FALSE(m.local.has(0));
   m.accumulate(0, 2);
-  m.local.keep(0);
+  m.local.accumulate_locally(0);
   m.accumulate(0, 3);
   EXPECT_TRUE(m.local.has(0));
   EXPECT_EQ(m.local.bytes(), 6 * 4);
-  EXPECT_TRUE(at::equal(m.local.release(0), at::full({2, 3}, 5.0)));
+  EXPECT_TRUE(at::equal(m.local.take_sum(0), at::full({2, 3}, 5.0)));
   EXPECT_FALSE(m.grad(0).defined());
   EXPECT_FALSE(m.local.has(0));
   EXPECT_EQ(m.local.bytes(), 0);
@@ -52,12 +52,12 @@ TEST(LocalGradientsTest, SixteenBitGradientsAddUpInFp32WhenAsked) {
     Model m(at::kBFloat16, fp32);
     for (const double value : {256.0, 1.0, 1.0, 1.0}) {
       m.accumulate(1, value);
-      m.local.keep(1);
+      m.local.accumulate_locally(1);
       EXPECT_EQ(is_marker(m.grad(1)), fp32);
     }
     EXPECT_EQ(m.local.bytes(), fp32 ? 4 * 4 : 4 * 2);
     m.accumulate(1, 1.0);
-    const at::Tensor sum = m.local.release(1);
+    const at::Tensor sum = m.local.take_sum(1);
     EXPECT_EQ(sum.scalar_type(), fp32 ? at::kFloat : at::kBFloat16);
     EXPECT_TRUE(at::equal(sum.to(at::kFloat), at::full({4}, fp32 ? 260.0 : 256.0))) << sum;
   }
@@ -67,13 +67,13 @@ TEST(LocalGradientsTest, AKeptGradientThatWasResetIsForgotten) {
   for (const bool fp32 : {false, true}) {
     Model m(at::kBFloat16, fp32);
     m.accumulate(1, 1);
-    m.local.keep(1);
+    m.local.accumulate_locally(1);
     m.accumulate(0, 2);
-    m.local.keep(0);
+    m.local.accumulate_locally(0);
     m.local.verify();
     m.grad(1).reset();
     EXPECT_TRUE(m.local.was_reset(1));
-    EXPECT_FALSE(m.local.forget_resets()) << "nothing was sent";
+    EXPECT_FALSE(m.local.drop_resets()) << "nothing was sent";
     EXPECT_FALSE(m.local.has(1));
     EXPECT_TRUE(m.local.has(0));
     m.local.verify();
@@ -84,7 +84,7 @@ TEST(LocalGradientsTest, AMarkerStaysUntilTheStepIsOverAndMayNotBeReplaced) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Model m(dtype);
     m.accumulate(0, 1);
-    m.local.release(0);
+    m.local.take_sum(0);
     m.local.mark_sent(0);
     EXPECT_TRUE(is_marker(m.grad(0)));
     EXPECT_EQ(m.grad(0).sizes(), m.flat.model.values[0].sizes());
@@ -97,27 +97,27 @@ TEST(LocalGradientsTest, AMarkerStaysUntilTheStepIsOverAndMayNotBeReplaced) {
     // As zero_grad(false) of a module does.
     m.grad(0).detach_().zero_();
     expect_words(error_of([&] { m.local.verify(); }), words);
-    m.local.discard();
+    m.local.drop_all();
     EXPECT_FALSE(m.grad(0).defined());
     m.accumulate(0, 1);
     m.local.mark_sent(0);
     EXPECT_TRUE(is_marker(m.grad(0)));
     m.grad(0) = at::ones({2, 3});
     expect_words(error_of([&] { m.local.verify(); }), words);
-    expect_words(error_of([&] { m.local.set_aside(0); }), words);
-    m.local.discard();
+    expect_words(error_of([&] { m.local.clear_placeholder(0); }), words);
+    m.local.drop_all();
     // Also what waits for the next round is a part of more.
     m.accumulate(0, 1);
     m.local.mark_sent(0);
     m.accumulate(0, 2);
-    m.local.leave(0);
+    m.local.note_accumulated(0);
     m.local.verify();
     m.grad(0).mul_(2);
     expect_words(error_of([&] { m.local.verify(); }), words);
-    m.local.discard();
+    m.local.drop_all();
     m.accumulate(0, 1);
     m.local.mark_sent(0);
-    m.local.consume();
+    m.local.end_step();
     EXPECT_FALSE(m.grad(0).defined());
     m.local.verify();
   }
@@ -129,7 +129,7 @@ TEST(LocalGradientsTest, AMarkerThatWasFilledBetweenStepsIsNaNInTheNext) {
     Model m(at::kHalf);
     m.local.mark_sent(0);
     const at::Tensor handle = m.grad(0);
-    m.local.consume();
+    m.local.end_step();
     (with_version ? handle : handle.data()).zero_();
     m.local.mark_sent(0);
     EXPECT_TRUE(is_marker(m.grad(0)));
@@ -170,12 +170,12 @@ TEST(LocalGradientsTest, LazyGradientsAreWorthWhatTorchTakesThemFor) {
     const at::Tensor expected = at::zeros({2, 3}) + gradient;
     Model m(at::kFloat);
     const bool plain = !gradient.is_neg() && !gradient._is_zerotensor() && gradient.stride(1) == 1;
-    EXPECT_EQ(m.local.addend(0, gradient, at::kFloat).has_value(), plain);
+    EXPECT_EQ(m.local.sum_to_add(0, gradient, at::kFloat).has_value(), plain);
     m.grad(0) = gradient;
-    EXPECT_TRUE(at::equal(m.local.release(0), expected)) << expected;
+    EXPECT_TRUE(at::equal(m.local.take_sum(0), expected)) << expected;
     m.grad(0) = gradient;
-    m.local.keep(0);
-    EXPECT_TRUE(at::equal(m.local.release(0), expected)) << expected;
+    m.local.accumulate_locally(0);
+    EXPECT_TRUE(at::equal(m.local.take_sum(0), expected)) << expected;
   }
 }
 
@@ -183,37 +183,38 @@ TEST(LocalGradientsTest, AGradientThatCannotBeSentIsRefused) {
   Model m(at::kFloat);
   m.accumulate(0, 1);
   m.flat.model.values[0].mutable_grad() = at::zeros({2, 3}).to_sparse();
-  expect_words(error_of([&] { m.local.keep(0); }), {"expected a dense tensor"});
+  expect_words(error_of([&] { m.local.accumulate_locally(0); }), {"expected a dense tensor"});
   expect_words(error_of([&] { m.local.verify(); }), {"expected a dense tensor"});
-  expect_words(error_of([&] { m.local.release(0); }), {"expected a dense tensor"});
+  expect_words(error_of([&] { m.local.take_sum(0); }), {"expected a dense tensor"});
   m.flat.model.values[0].mutable_grad() = at::zeros({2, 3}, at::kComplexFloat);
-  expect_words(error_of([&] { m.local.keep(0); }), {"gradient of value0", "expected a real dtype"});
+  expect_words(error_of([&] { m.local.accumulate_locally(0); }),
+               {"gradient of value0", "expected a real dtype"});
 }
 
 // The sum of an addend and a gradient is rounded once: to the dtype of the bucket.
 TEST(LocalGradientsTest, AnAddendIsTakenInTheDtypeOfTheBucketOnly) {
   const at::Tensor gradient = at::ones({4}, at::kBFloat16);
   Model none(at::kBFloat16);
-  ASSERT_TRUE(none.local.addend(1, gradient, at::kFloat));
-  EXPECT_FALSE(none.local.addend(1, gradient, at::kFloat)->defined());
-  EXPECT_FALSE(none.local.addend(1, gradient.to_sparse(), at::kFloat));
-  EXPECT_FALSE(none.local.addend(1, at::ones({5}, at::kBFloat16), at::kFloat));
+  ASSERT_TRUE(none.local.sum_to_add(1, gradient, at::kFloat));
+  EXPECT_FALSE(none.local.sum_to_add(1, gradient, at::kFloat)->defined());
+  EXPECT_FALSE(none.local.sum_to_add(1, gradient.to_sparse(), at::kFloat));
+  EXPECT_FALSE(none.local.sum_to_add(1, at::ones({5}, at::kBFloat16), at::kFloat));
 
   Model kept(at::kBFloat16);
   kept.accumulate(1, 3);
-  kept.local.keep(1);
-  const auto same = kept.local.addend(1, gradient, at::kBFloat16);
+  kept.local.accumulate_locally(1);
+  const auto same = kept.local.sum_to_add(1, gradient, at::kBFloat16);
   ASSERT_TRUE(same && same->defined());
   EXPECT_TRUE(at::equal(*same, at::full({4}, 3, at::kBFloat16)));
-  EXPECT_FALSE(kept.local.addend(1, gradient, at::kFloat));
+  EXPECT_FALSE(kept.local.sum_to_add(1, gradient, at::kFloat));
 
   Model in_fp32(at::kBFloat16, /*fp32=*/true);
   in_fp32.accumulate(1, 3);
-  in_fp32.local.keep(1);
-  EXPECT_TRUE(in_fp32.local.addend(1, gradient, at::kFloat));
-  EXPECT_FALSE(in_fp32.local.addend(1, gradient, at::kBFloat16));
+  in_fp32.local.accumulate_locally(1);
+  EXPECT_TRUE(in_fp32.local.sum_to_add(1, gradient, at::kFloat));
+  EXPECT_FALSE(in_fp32.local.sum_to_add(1, gradient, at::kBFloat16));
   in_fp32.accumulate(1, 1);  // Two addends are not taken at once.
-  EXPECT_FALSE(in_fp32.local.addend(1, gradient, at::kFloat));
+  EXPECT_FALSE(in_fp32.local.sum_to_add(1, gradient, at::kFloat));
 }
 
 // Of three sums of 64 KiB, released in the order 2, 0, 1.
@@ -224,21 +225,21 @@ struct ThreeSums {
         local(flat.table, /*fp32=*/false) {}
   // A pass of a step under no_sync, or without: each gradient is new.
   void make(int64_t p) {
-    local.set_aside(p);
+    local.clear_placeholder(p);
     at::Tensor& grad = flat.model.values[p].mutable_grad();
     grad = at::ones_like(flat.model.values[p].detach());
     memory[p] = grad.storage().getWeakStorageImpl();
   }
   void keep(int64_t p) {
     make(p);
-    local.keep(p);
+    local.accumulate_locally(p);
   }
   void release_all() {
     for (const int64_t p : {2, 0, 1}) {
-      local.release(p);
+      local.take_sum(p);
       local.mark_sent(p);
     }
-    local.consume();
+    local.end_step();
   }
   bool is_free(int64_t p) const { return memory[p]->expired(); }
 
@@ -255,7 +256,7 @@ TEST(LocalGradientsTest, TheMemoryOfASumIsFreedBeforeTheGradientThatTakesIt) {
   EXPECT_FALSE(m.is_free(0) || m.is_free(1));
   EXPECT_EQ(m.local.bytes(), 2 * (64 << 10));
   const auto old = m.memory;
-  m.local.discard();  // zero_grad() at the beginning of a step
+  m.local.drop_all();  // zero_grad() at the beginning of a step
   m.keep(2);
   EXPECT_TRUE(old[0]->expired());
   EXPECT_FALSE(old[1]->expired());
@@ -274,7 +275,7 @@ TEST(LocalGradientsTest, NoGraphIsHeld) {
     m.memory[p] = c10::weak_intrusive_ptr<c10::StorageImpl>(saved.storage().getWeakStorageImpl());
     at::Tensor& gradient = m.flat.model.values[p].mutable_grad();
     gradient = gradient * saved;
-    m.local.keep(p);
+    m.local.accumulate_locally(p);
   }
   m.release_all();
   for (const int64_t p : {2, 0, 1}) EXPECT_TRUE(m.is_free(p)) << p;
@@ -301,7 +302,7 @@ TEST(LocalGradientsTest, OnlyWhatWasKeptIsHeld) {
   m.make(1);
   m.release_all();
   EXPECT_EQ(m.local.bytes(), 64 << 10);
-  m.local.free_held();
+  m.local.free_recycled();
   EXPECT_EQ(m.local.bytes(), 0);
 }
 

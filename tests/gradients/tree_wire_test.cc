@@ -247,7 +247,7 @@ TEST(TreeWireTest, TheMemoryOfTheSumsOfAStepIsHeldUntilTheNextOneTakesIt) {
       sums.forget();
       EXPECT_EQ(sums.bytes(), held) << "step " << step;
     }
-    sums.free_held();
+    sums.free_recycled();
     EXPECT_EQ(sums.bytes(), 0);
   }
 }

@@ -92,10 +92,10 @@ void GradientReducer::end_pass(bool kept) {
 void GradientReducer::gradient_kept(int64_t parameter) {
   used_[parameter] = 1;
   if (!sums_) {
-    local_.keep(parameter);
+    local_.accumulate_locally(parameter);
     return;
   }
-  sums_->add(parameter, local_.release(parameter));
+  sums_->add(parameter, local_.take_sum(parameter));
   // As one that is sent: a module that resets it resets the sum.
   local_.mark_sent(parameter);
 }
@@ -117,22 +117,22 @@ void GradientReducer::before_gradient(int64_t parameter) {
   // Before anything of this pass is sent, also where it begins with another parameter.
   if (local_.was_reset(parameter) || local_.sent_were_reset()) drop_resets();
   check_by_hand(parameter);
-  local_.set_aside(parameter);
+  local_.clear_placeholder(parameter);
 }
 
 bool GradientReducer::take_gradient(int64_t parameter, const at::Tensor& gradient) {
   if (round_.has(parameter)) return false;  // a late one waits
   const auto dtype = round_.packed_dtype(parameter);
-  const auto sum = dtype ? local_.addend(parameter, gradient, *dtype) : std::nullopt;
+  const auto sum = dtype ? local_.sum_to_add(parameter, gradient, *dtype) : std::nullopt;
   if (!sum) return false;
-  local_.release(parameter);
+  local_.take_sum(parameter);
   pack(parameter, gradient, *sum);
   send_complete();
   return true;
 }
 
 void GradientReducer::gradient_ready(int64_t parameter) {
-  local_.leave(parameter);
+  local_.note_accumulated(parameter);
   // Never two gradients of a parameter in one round, even while its bucket is still
   // here: a 16-bit bucket would lose what a sum in fp32 keeps, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
@@ -141,7 +141,7 @@ void GradientReducer::gradient_ready(int64_t parameter) {
     if (in_pass_) return;  // late: it is sent in the next round
     close_round();         // a new pass began with a plain backward()
   }
-  pack(parameter, local_.release(parameter));
+  pack(parameter, local_.take_sum(parameter));
   send_complete();
 }
 
@@ -199,7 +199,7 @@ void GradientReducer::close_round() {
         by_hand_.resize(used_.size());
         by_hand_[p] = 1;
       }
-      pack(p, local_.release(p));
+      pack(p, local_.take_sum(p));
     }
     if (sums_ && sums_->has(p)) pack(p, at::Tensor());
   }
@@ -259,7 +259,7 @@ void GradientReducer::consume() {
   in_pass_ = false;  // also of a pass that ended with an exception
   std::fill(used_.begin(), used_.end(), 0);
   by_hand_.clear();
-  local_.consume();
+  local_.end_step();
   if (sums_) sums_->forget();
   rounds_ = 0;
   dropped_ = 0;
@@ -292,7 +292,7 @@ void GradientReducer::drop_resets() {
               "zero_grad() of the module or of a base class after a backward pass: expected step() "
               "next with update_in_backward(true), which updates parameters before, got gradients "
               "that were reset; call it before backward(), and go on from a checkpoint");
-  if (local_.forget_resets()) {
+  if (local_.drop_resets()) {
     // Other ranks have sent their part of the open round. It has no gradients but those.
     if (round_.has_any()) send_round();
     dropped_ = rounds_;
@@ -303,7 +303,7 @@ void GradientReducer::drop_resets() {
 }
 
 void GradientReducer::discard() {
-  local_.discard();
+  local_.drop_all();
   if (sums_) sums_->forget();
   in_pass_ = false;
 }

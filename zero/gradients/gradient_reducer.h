@@ -89,7 +89,7 @@ class GradientReducer {
   const MicroBatchSums* micro_batches() const { return sums_ ? &*sums_ : nullptr; }
   // Returns whether the pass under way, or the next one, is of a micro-batch before the last.
   bool keeps_gradients() const { return sums_ && !sums_->is_last(); }
-  // Makes p.grad() ready for the next gradient, by set_aside() and, where it was reset, by
+  // Makes p.grad() ready for the next gradient, by clear_placeholder() and, where it was reset, by
   // drop_resets(). Throws as they do.
   void before_gradient(int64_t parameter);
   // Returns whether p.grad() holds the marker of a gradient that is in a bucket.
@@ -161,8 +161,8 @@ class GradientReducer {
   // called.
   void release_shards() {
     shards_.clear();
-    local_.free_held();
-    if (sums_) sums_->free_held();
+    local_.free_recycled();
+    if (sums_) sums_->free_recycled();
   }
 
  private:

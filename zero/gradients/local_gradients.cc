@@ -112,7 +112,7 @@ LocalGradients::LocalGradients(const ParameterTable& table, bool fp32)
 
 LocalGradients::~LocalGradients() {
   try {
-    consume();
+    end_step();
   } catch (...) {  // A parameter that lost its autograd state has no gradient either.
   }
 }
@@ -145,7 +145,7 @@ const at::Tensor& LocalGradients::grad(int64_t parameter) const {
 }
 
 // Identity and version tell later whether somebody put another tensor there or changed this one.
-void LocalGradients::expect(int64_t parameter, Holds holds) {
+void LocalGradients::remember_grad(int64_t parameter, Holds holds) {
   State& state = states_[parameter];
   const at::Tensor& gradient = grad(parameter);
   state.holds = holds;
@@ -158,12 +158,12 @@ void LocalGradients::put_marker(int64_t parameter) {
   at::Tensor& marker = states_[parameter].marker;
   if (!is_as_made(marker)) marker = marker_of(not_a_number({}, p), p);
   p.tensor.mutable_grad() = marker;
-  expect(parameter, Holds::kMarker);
+  remember_grad(parameter, Holds::kMarker);
 }
 
 bool LocalGradients::holds_gradient(int64_t parameter) const {
   const Holds holds = states_[parameter].holds;
-  return (holds == Holds::kUnknown || holds == Holds::kGradient) && grad(parameter).defined();
+  return (holds == Holds::kNothingOfOurs || holds == Holds::kGradient) && grad(parameter).defined();
 }
 
 bool LocalGradients::has(int64_t parameter) const {
@@ -176,7 +176,7 @@ void LocalGradients::check_unchanged(int64_t parameter) const {
   const Parameter& p = table_.parameters()[parameter];
   const at::Tensor& gradient = grad(parameter);
   // As long as nothing was sent, a gradient may be changed as in torch.
-  if (state.holds == Holds::kUnknown || !gradient.defined()) return;
+  if (state.holds == Holds::kNothingOfOurs || !gradient.defined()) return;
   if (state.holds == Holds::kGradient && !state.sent) return;
   const bool same = state.tensor == gradient.unsafeGetTensorImpl() &&
                     (state.holds == Holds::kMarker ? is_as_made(gradient)
@@ -191,22 +191,22 @@ void LocalGradients::check_unchanged(int64_t parameter) const {
       "on all ranks");
 }
 
-void LocalGradients::set_aside(int64_t parameter) {
+void LocalGradients::clear_placeholder(int64_t parameter) {
   check_unchanged(parameter);
   State& state = states_[parameter];
   if (state.holds != Holds::kMarker && state.holds != Holds::kAverage) return;
   table_.parameters()[parameter].tensor.mutable_grad().reset();
-  state.holds = Holds::kUnknown;
+  state.holds = Holds::kNothingOfOurs;
 }
 
-void LocalGradients::keep(int64_t parameter) {
+void LocalGradients::accumulate_locally(int64_t parameter) {
   State& state = states_[parameter];
   const Parameter& p = table_.parameters()[parameter];
   const bool apart = fp32_ && p.tensor.scalar_type() != at::kFloat;
   const bool first = apart ? !state.fp32.defined() : state.holds != Holds::kGradient;
-  leave(parameter);
+  note_accumulated(parameter);
   state.kept = true;
-  if (first && !held_.empty()) held_.pop_front();
+  if (first && !recycled_sums_.empty()) recycled_sums_.pop_front();
   if (!apart) return;
   const at::Tensor gradient = in_parameter_order(grad(parameter), p);
   if (first) {
@@ -217,24 +217,24 @@ void LocalGradients::keep(int64_t parameter) {
   put_marker(parameter);
 }
 
-void LocalGradients::leave(int64_t parameter) {
+void LocalGradients::note_accumulated(int64_t parameter) {
   check_gradient(grad(parameter), table_.parameters()[parameter]);
-  expect(parameter, Holds::kGradient);
+  remember_grad(parameter, Holds::kGradient);
 }
 
-bool is_worth_holding(const at::Tensor& sum) {
+bool is_worth_recycling(const at::Tensor& sum) {
   const auto bytes = static_cast<int64_t>(sum.nbytes());
   return sum.is_cpu() && bytes >= kSmallestHeld && bytes <= kLargestInHeap &&
          static_cast<int64_t>(sum.storage().nbytes()) == bytes;
 }
 
-at::Tensor LocalGradients::release(int64_t parameter) {
+at::Tensor LocalGradients::take_sum(int64_t parameter) {
   check_unchanged(parameter);
   const Parameter& p = table_.parameters()[parameter];
   State& state = states_[parameter];
   // The first of a step is not held: in its memory the next step's first gradient is made.
   const bool first = !std::exchange(released_, true);
-  if (first) held_.clear();
+  if (first) recycled_sums_.clear();
   at::Tensor gradient;
   if (holds_gradient(parameter)) {
     check_gradient(grad(parameter), p);
@@ -246,11 +246,11 @@ at::Tensor LocalGradients::release(int64_t parameter) {
     gradient = std::exchange(state.fp32, at::Tensor());
   }
   const bool kept = std::exchange(state.kept, false);
-  if (kept && !first && gradient.defined() && is_worth_holding(gradient)) {
-    held_.push_back(gradient.detach());  // without the graph of create_graph
+  if (kept && !first && gradient.defined() && is_worth_recycling(gradient)) {
+    recycled_sums_.push_back(gradient.detach());  // without the graph of create_graph
   }
   p.tensor.mutable_grad().reset();
-  state.holds = Holds::kUnknown;
+  state.holds = Holds::kNothingOfOurs;
   return gradient;
 }
 
@@ -260,8 +260,8 @@ void LocalGradients::mark_sent(int64_t parameter) {
   put_marker(parameter);
 }
 
-std::optional<at::Tensor> LocalGradients::addend(int64_t parameter, const at::Tensor& gradient,
-                                                 c10::ScalarType dtype) const {
+std::optional<at::Tensor> LocalGradients::sum_to_add(int64_t parameter, const at::Tensor& gradient,
+                                                     c10::ScalarType dtype) const {
   const Parameter& p = table_.parameters()[parameter];
   const auto fits = [&](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && tensor.device() == p.tensor.device() &&
@@ -277,17 +277,17 @@ std::optional<at::Tensor> LocalGradients::addend(int64_t parameter, const at::Te
 }
 
 bool LocalGradients::was_reset(int64_t parameter) const {
-  return states_[parameter].holds != Holds::kUnknown && !grad(parameter).defined();
+  return states_[parameter].holds != Holds::kNothingOfOurs && !grad(parameter).defined();
 }
 
 // zero_grad() of a module resets p.grad() without a word. 1. Count the parameters whose gradients
 // were sent, and those of them that were reset. 2. All or none: sums over ranks cannot lose a part.
 // 3. Forget what was reset, sent or not.
-bool LocalGradients::forget_resets() {
+bool LocalGradients::drop_resets() {
   int64_t sent = 0, reset = 0, last_reset = 0;
   const auto count = static_cast<int64_t>(states_.size());
   for (int64_t p = 0; p < count; ++p) {
-    if (!states_[p].sent || states_[p].holds == Holds::kUnknown) continue;
+    if (!states_[p].sent || states_[p].holds == Holds::kNothingOfOurs) continue;
     ++sent;
     if (!was_reset(p)) continue;
     ++reset;
@@ -304,7 +304,7 @@ bool LocalGradients::forget_resets() {
     State& state = states_[p];
     if (reset > 0) state.sent = false;
     if (!was_reset(p)) continue;
-    state.holds = Holds::kUnknown;
+    state.holds = Holds::kNothingOfOurs;
     state.kept = false;
     state.fp32 = at::Tensor();
   }
@@ -319,7 +319,7 @@ void LocalGradients::verify() const {
   }
 }
 
-void LocalGradients::consume() {
+void LocalGradients::end_step() {
   for (size_t i = 0; i < states_.size(); ++i) {
     State& state = states_[i];
     const at::Tensor& tensor = table_.parameters()[i].tensor;
@@ -328,25 +328,25 @@ void LocalGradients::consume() {
     if (ours && tensor.grad().defined() && tensor.grad().unsafeGetTensorImpl() == state.tensor) {
       tensor.mutable_grad().reset();
     }
-    state.holds = Holds::kUnknown;
+    state.holds = Holds::kNothingOfOurs;
     state.sent = false;
   }
   first_sent_ = -1;
   released_ = false;
 }
 
-void LocalGradients::discard() {
+void LocalGradients::drop_all() {
   for (size_t i = 0; i < states_.size(); ++i) {
     table_.parameters()[i].tensor.mutable_grad().reset();
     states_[i].fp32 = at::Tensor();
     states_[i].kept = false;
   }
-  consume();
+  end_step();
 }
 
 int64_t LocalGradients::bytes() const {
   int64_t bytes = 0;
-  for (const at::Tensor& sum : held_) bytes += static_cast<int64_t>(sum.nbytes());
+  for (const at::Tensor& sum : recycled_sums_) bytes += static_cast<int64_t>(sum.nbytes());
   for (size_t i = 0; i < states_.size(); ++i) {
     const auto p = static_cast<int64_t>(i);
     if (holds_gradient(p)) bytes += static_cast<int64_t>(grad(p).nbytes());

@@ -86,26 +86,27 @@ void MicroBatchSums::add(int64_t parameter, at::Tensor gradient) {
   push(parameter, std::move(gradient));
   complete(entries.back().second);
   // Its memory stays: the next gradient is made in that of the last step.
-  const bool stays = place < entries.size() && place < held_.size() && !held_[place].empty();
-  if (stays) held_[place].pop_front();
+  const bool stays =
+      place < entries.size() && place < recycled_.size() && !recycled_[place].empty();
+  if (stays) recycled_[place].pop_front();
 }
 
-void MicroBatchSums::hold_memory(int64_t parameter) {
+void MicroBatchSums::recycle(int64_t parameter) {
   // The first sum of a step is not held: the next step's first gradient is made in its memory.
   if (!std::exchange(released_, true)) {
-    held_.clear();
+    recycled_.clear();
     return;
   }
   const auto& entries = sums_[parameter].entries();
-  held_.resize(std::max(held_.size(), entries.size()));
+  recycled_.resize(std::max(recycled_.size(), entries.size()));
   for (size_t place = 0; place < entries.size(); ++place) {
     const at::Tensor& sum = entries[place].second.tensor;
-    if (sum.defined() && is_worth_holding(sum)) held_[place].push_back(sum);
+    if (sum.defined() && is_worth_recycling(sum)) recycled_[place].push_back(sum);
   }
 }
 
 MicroBatchSums::Parts MicroBatchSums::finish(int64_t parameter, const at::Tensor& gradient) {
-  hold_memory(parameter);
+  recycle(parameter);
   push(parameter, gradient);
   Parts result;
   for (auto& [node, sum] : sums_[parameter].entries()) result.push_back(std::move(sum));
@@ -122,7 +123,7 @@ void MicroBatchSums::forget() {
 
 int64_t MicroBatchSums::bytes() const {
   int64_t bytes = 0;
-  for (const auto& sums : held_) {
+  for (const auto& sums : recycled_) {
     for (const at::Tensor& sum : sums) bytes += static_cast<int64_t>(sum.nbytes());
   }
   for (const auto& stack : sums_) {

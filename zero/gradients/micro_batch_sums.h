@@ -63,12 +63,12 @@ class MicroBatchSums {
   // Drops all sums: the next micro-batch is the first one.
   void forget();
   // Frees the memory that is held.
-  void free_held() { held_.clear(); }
+  void free_recycled() { recycled_.clear(); }
   int64_t bytes() const;
 
  private:
   void push(int64_t parameter, at::Tensor gradient);
-  void hold_memory(int64_t parameter);
+  void recycle(int64_t parameter);
 
   const ParameterTable& table_;
   const SumTree tree_;
@@ -76,8 +76,9 @@ class MicroBatchSums {
   int64_t done_ = 0;
   std::vector<TreeStack<Sum>> sums_;  // per parameter
   std::vector<int64_t> pushed_;       // per parameter: its micro-batches, those without it included
-  std::vector<std::deque<at::Tensor>> held_;  // by place in a stack: the last step's, as released
-  bool released_ = false;                     // finish() was called since forget()
+  // By place in a stack: the sums of the last step, in the order of their release.
+  std::vector<std::deque<at::Tensor>> recycled_;
+  bool released_ = false;  // finish() was called since forget()
 };
 
 }  // namespace zero
