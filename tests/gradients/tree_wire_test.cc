@@ -244,7 +244,7 @@ TEST(TreeWireTest, TheMemoryOfTheSumsOfAStepIsHeldUntilTheNextOneTakesIt) {
       EXPECT_EQ(sums.bytes(), 3 * 3 * bytes) << "the sums alone, in step " << step;
       for (const int64_t p : {2, 0, 1}) sums.finish(p, random_tensor({numel}, 7));
       EXPECT_EQ(sums.bytes(), held) << "step " << step;
-      sums.forget();
+      sums.drop_all();
       EXPECT_EQ(sums.bytes(), held) << "step " << step;
     }
     sums.free_recycled();
@@ -260,7 +260,7 @@ TEST(TreeWireTest, WhatTheNextStepDoesNotTakeIsFreedByItsLastMicroBatch) {
     if (sums.done() == 0) sums.end_micro_batch();
     for (const int64_t p : {0, 1}) sums.finish(p, at::zeros({16 << 10}));
     EXPECT_EQ(sums.bytes(), expected);
-    sums.forget();
+    sums.drop_all();
   }
 }
 
@@ -295,7 +295,7 @@ TEST(TreeWireTest, ASecondGradientOfAMicroBatchIsRefused) {
             std::string::npos);
   sums.end_micro_batch();
   sums.add(0, at::zeros({4}));
-  sums.forget();
+  sums.drop_all();
   EXPECT_FALSE(sums.has(0));
   EXPECT_EQ(sums.done(), 0);
   sums.add(0, at::zeros({4}));

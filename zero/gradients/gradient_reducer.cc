@@ -38,7 +38,7 @@ GradientReducer::GradientReducer(const Plan& plan, const ParameterTable& table,
       queue_(pool) {
   if (options.micro_batches > 0) {
     const Communicator& ranks = *comms_.front().data;
-    sums_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
+    micro_batches_.emplace(table, options.micro_batches, ranks.rank(), ranks.world_size());
   }
   shards_.resize(plan.buckets.size());
   if (options.update_in_backward) {
@@ -86,23 +86,23 @@ void GradientReducer::begin_pass() {
 
 void GradientReducer::end_pass(bool kept) {
   if (!kept) close_round();
-  if (sums_) sums_->end_micro_batch();
+  if (micro_batches_) micro_batches_->end_micro_batch();
 }
 
 void GradientReducer::gradient_kept(int64_t parameter) {
   used_[parameter] = 1;
-  if (!sums_) {
+  if (!micro_batches_) {
     local_.accumulate_locally(parameter);
     return;
   }
-  sums_->add(parameter, local_.take_sum(parameter));
+  micro_batches_->add(parameter, local_.take_sum(parameter));
   // As one that is sent: a module that resets it resets the sum.
   local_.mark_sent(parameter);
 }
 
 void GradientReducer::check_by_hand(int64_t parameter) const {
   TORCH_CHECK(
-      !sums_ || !local_.has(parameter), "parameter ", table_.parameters()[parameter].name,
+      !micro_batches_ || !local_.has(parameter), "parameter ", table_.parameters()[parameter].name,
       ": expected gradients of backward() alone with ZeroOptions::micro_batches, got one in "
       "p.grad(), which belongs to no micro-batch; leave p.grad() empty");
 }
@@ -137,7 +137,7 @@ void GradientReducer::gradient_ready(int64_t parameter) {
   // here: a 16-bit bucket would lose what a sum in fp32 keeps, and whether it is still
   // here depends on the size of buckets, on which results must not depend.
   if (round_.has(parameter)) {
-    if (sums_) sums_->check_first(parameter);
+    if (micro_batches_) micro_batches_->check_first(parameter);
     if (in_pass_) return;  // late: it is sent in the next round
     close_round();         // a new pass began with a plain backward()
   }
@@ -148,9 +148,9 @@ void GradientReducer::gradient_ready(int64_t parameter) {
 // gradient + added, or only `gradient`.
 void GradientReducer::pack(int64_t parameter, const at::Tensor& gradient, const at::Tensor& added) {
   used_[parameter] = 1;
-  MicroBatchSums::Parts parts{{gradient, added}};
-  if (sums_) parts = sums_->finish(parameter, gradient);
-  round_.pack(parameter, parts);
+  MicroBatchSums::NodeSums sums{{gradient, added}};
+  if (micro_batches_) sums = micro_batches_->finish(parameter, gradient);
+  round_.pack(parameter, sums);
   local_.mark_sent(parameter);
 }
 
@@ -201,7 +201,7 @@ void GradientReducer::close_round() {
       }
       pack(p, local_.take_sum(p));
     }
-    if (sums_ && sums_->has(p)) pack(p, at::Tensor());
+    if (micro_batches_ && micro_batches_->has(p)) pack(p, at::Tensor());
   }
   send_round();
 }
@@ -260,7 +260,7 @@ void GradientReducer::consume() {
   std::fill(used_.begin(), used_.end(), 0);
   by_hand_.clear();
   local_.end_step();
-  if (sums_) sums_->forget();
+  if (micro_batches_) micro_batches_->drop_all();
   rounds_ = 0;
   dropped_ = 0;
   replicated_ = 0;
@@ -270,7 +270,8 @@ void GradientReducer::consume() {
 
 void GradientReducer::verify() const {
   local_.verify();
-  for (size_t p = 0; p < used_.size() && sums_; ++p) check_by_hand(static_cast<int64_t>(p));
+  for (size_t p = 0; p < used_.size() && micro_batches_; ++p)
+    check_by_hand(static_cast<int64_t>(p));
 }
 
 bool GradientReducer::any_used() const {
@@ -297,14 +298,14 @@ void GradientReducer::drop_resets() {
     if (round_.has_any()) send_round();
     dropped_ = rounds_;
     by_hand_.clear();
-    if (sums_) sums_->forget();
+    if (micro_batches_) micro_batches_->drop_all();
   }
   claim_gradients();
 }
 
 void GradientReducer::discard() {
   local_.drop_all();
-  if (sums_) sums_->forget();
+  if (micro_batches_) micro_batches_->drop_all();
   in_pass_ = false;
 }
 

@@ -86,9 +86,11 @@ class GradientReducer {
   // missing: throws c10::Error for what was put into p.grad() and cannot be sent.
   void end_pass(bool kept);
   // The micro-batches of this rank; null without that option.
-  const MicroBatchSums* micro_batches() const { return sums_ ? &*sums_ : nullptr; }
+  const MicroBatchSums* micro_batches() const {
+    return micro_batches_ ? &*micro_batches_ : nullptr;
+  }
   // Returns whether the pass under way, or the next one, is of a micro-batch before the last.
-  bool keeps_gradients() const { return sums_ && !sums_->is_last(); }
+  bool keeps_gradients() const { return micro_batches_ && !micro_batches_->is_last(); }
   // Makes p.grad() ready for the next gradient, by clear_placeholder() and, where it was reset, by
   // drop_resets(). Throws as they do.
   void before_gradient(int64_t parameter);
@@ -153,7 +155,9 @@ class GradientReducer {
   // Bytes of local gradients that wait for a later round, and of memory that is held for those of
   // the next step; and of gradients that are packed and wait for the rest of their bucket or for
   // the buckets before it.
-  int64_t local_bytes() const { return local_.bytes() + (sums_ ? sums_->bytes() : 0); }
+  int64_t local_bytes() const {
+    return local_.bytes() + (micro_batches_ ? micro_batches_->bytes() : 0);
+  }
   int64_t unsent_bytes() const { return round_.unsent_bytes(); }
   // Those that are not the pool's.
   int64_t shard_bytes() const;
@@ -162,7 +166,7 @@ class GradientReducer {
   void release_shards() {
     shards_.clear();
     local_.free_recycled();
-    if (sums_) sums_->free_recycled();
+    if (micro_batches_) micro_batches_->free_recycled();
   }
 
  private:
@@ -186,7 +190,7 @@ class GradientReducer {
   double scale_ = 1.0;
 
   LocalGradients local_;
-  std::optional<MicroBatchSums> sums_;
+  std::optional<MicroBatchSums> micro_batches_;
   const c10::Device device_;
   std::vector<at::Tensor> shards_;  // per bucket
   std::vector<uint8_t> used_;       // per parameter, since consume()

@@ -18,7 +18,7 @@ namespace {
 
 // Computes an addition that was put off: in place, unless autograd or the program has a view of
 // that memory, since it gives two parameters views of one gradient.
-void complete(MicroBatchSums::Sum& sum) {
+void complete(MicroBatchSums::NodeSum& sum) {
   if (!sum.added.defined()) return;
   const at::Tensor addend = std::exchange(sum.added, at::Tensor());
   const bool shared = addend.storage().use_count() > 1;
@@ -40,7 +40,7 @@ at::Tensor widened(const at::Tensor& tensor) {
 }
 
 // lower += upper, put off: it may be made on the way into a bucket.
-void add_sums(MicroBatchSums::Sum& lower, MicroBatchSums::Sum& upper) {
+void add_sums(MicroBatchSums::NodeSum& lower, MicroBatchSums::NodeSum& upper) {
   complete(lower);
   complete(upper);
   if (lower.tensor.defined() && upper.tensor.defined()) {
@@ -59,7 +59,7 @@ MicroBatchSums::MicroBatchSums(const ParameterTable& table, int64_t count, int64
     : table_(table),
       tree_(count, world_size),
       rank_(rank),
-      sums_(table.parameters().size(), TreeStack<Sum>(tree_)),
+      sums_(table.parameters().size(), TreeStack<NodeSum>(tree_)),
       pushed_(table.parameters().size(), 0) {}
 
 // 1. Micro-batches that did not have the parameter. 2. This one, with the additions that it
@@ -67,9 +67,9 @@ MicroBatchSums::MicroBatchSums(const ParameterTable& table, int64_t count, int64
 void MicroBatchSums::push(int64_t parameter, at::Tensor gradient) {
   check_first(parameter);
   int64_t& pushed = pushed_[parameter];
-  TreeStack<Sum>& stack = sums_[parameter];
-  while (pushed < done_) stack.push({begin() + pushed++, 1}, Sum(), add_sums);
-  stack.push({begin() + pushed++, 1}, Sum{std::move(gradient), {}}, add_sums);
+  TreeStack<NodeSum>& stack = sums_[parameter];
+  while (pushed < done_) stack.push({begin() + pushed++, 1}, NodeSum(), add_sums);
+  stack.push({begin() + pushed++, 1}, NodeSum{std::move(gradient), {}}, add_sums);
 }
 
 void MicroBatchSums::check_first(int64_t parameter) const {
@@ -105,16 +105,16 @@ void MicroBatchSums::recycle(int64_t parameter) {
   }
 }
 
-MicroBatchSums::Parts MicroBatchSums::finish(int64_t parameter, const at::Tensor& gradient) {
+MicroBatchSums::NodeSums MicroBatchSums::finish(int64_t parameter, const at::Tensor& gradient) {
   recycle(parameter);
   push(parameter, gradient);
-  Parts result;
+  NodeSums result;
   for (auto& [node, sum] : sums_[parameter].entries()) result.push_back(std::move(sum));
   sums_[parameter].entries().clear();
   return result;
 }
 
-void MicroBatchSums::forget() {
+void MicroBatchSums::drop_all() {
   done_ = 0;
   released_ = false;
   for (auto& stack : sums_) stack.entries().clear();

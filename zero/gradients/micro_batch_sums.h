@@ -29,11 +29,11 @@ class MicroBatchSums {
  public:
   // The gradient of one node, flat in the parameter's memory order: `tensor` + `added`, which is
   // fp32, unless that is undefined. Zeros where `tensor` is undefined.
-  struct Sum {
+  struct NodeSum {
     at::Tensor tensor;
     at::Tensor added;
   };
-  using Parts = c10::SmallVector<Sum, 1>;
+  using NodeSums = c10::SmallVector<NodeSum, 1>;
 
   // `count` micro-batches over `world_size` ranks. `table` must outlive this.
   MicroBatchSums(const ParameterTable& table, int64_t count, int64_t rank, int64_t world_size);
@@ -45,8 +45,11 @@ class MicroBatchSums {
   int64_t begin() const { return tree_.begin(rank_); }
   int64_t end() const { return tree_.begin(rank_ + 1); }
   int64_t own() const { return end() - begin(); }
-  // Complete micro-batches since forget().
+  // Complete micro-batches since drop_all().
   int64_t done() const { return done_; }
+  bool is_begun() const { return done_ > 0; }
+  bool is_complete() const { return done_ == own(); }
+  // Returns whether the micro-batch under way, or the next one, is the last.
   bool is_last() const { return done_ + 1 == own(); }
 
   // The gradient of the micro-batch under way, whose memory is taken over. Throws c10::Error for a
@@ -54,14 +57,14 @@ class MicroBatchSums {
   void add(int64_t parameter, at::Tensor gradient);
   // The same in the last micro-batch, without taking memory over; `gradient` is undefined where
   // there is none. Returns the sums of this rank's nodes, and forgets them.
-  Parts finish(int64_t parameter, const at::Tensor& gradient);
+  NodeSums finish(int64_t parameter, const at::Tensor& gradient);
   // Throws c10::Error where the micro-batch under way has a gradient of the parameter already.
   void check_first(int64_t parameter) const;
   // Returns whether there are sums of earlier micro-batches.
   bool has(int64_t parameter) const { return !sums_[parameter].entries().empty(); }
   void end_micro_batch() { ++done_; }
   // Drops all sums: the next micro-batch is the first one.
-  void forget();
+  void drop_all();
   // Frees the memory that is held.
   void free_recycled() { recycled_.clear(); }
   int64_t bytes() const;
@@ -74,11 +77,11 @@ class MicroBatchSums {
   const SumTree tree_;
   const int64_t rank_;
   int64_t done_ = 0;
-  std::vector<TreeStack<Sum>> sums_;  // per parameter
-  std::vector<int64_t> pushed_;       // per parameter: its micro-batches, those without it included
+  std::vector<TreeStack<NodeSum>> sums_;  // per parameter
+  std::vector<int64_t> pushed_;  // per parameter: its micro-batches, those without it included
   // By place in a stack: the sums of the last step, in the order of their release.
   std::vector<std::deque<at::Tensor>> recycled_;
-  bool released_ = false;  // finish() was called since forget()
+  bool released_ = false;  // finish() was called since drop_all()
 };
 
 }  // namespace zero

@@ -96,7 +96,7 @@ void OpenRound::encode(int64_t b) {
   unsent_bytes_ += bytes - std::exchange(open.unsent_bytes, bytes);
 }
 
-void OpenRound::pack(int64_t parameter, c10::ArrayRef<MicroBatchSums::Sum> parts) {
+void OpenRound::pack(int64_t parameter, c10::ArrayRef<MicroBatchSums::NodeSum> sums) {
   packed_[parameter] = 1;
   for (const BucketSlot& place : slots_[parameter]) {
     const TraceRange range("pack", place.bucket);
@@ -104,9 +104,9 @@ void OpenRound::pack(int64_t parameter, c10::ArrayRef<MicroBatchSums::Sum> parts
     const Slot& slot = bucket.slots[place.slot];
     const at::Tensor& packed = open(place.bucket);
     wait_for_packing(place.bucket);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      copy_into_bucket(plan_, bucket, slot, parts[i].tensor,
-                       matrix(place.bucket, static_cast<int64_t>(i)), parts[i].added);
+    for (size_t i = 0; i < sums.size(); ++i) {
+      copy_into_bucket(plan_, bucket, slot, sums[i].tensor,
+                       matrix(place.bucket, static_cast<int64_t>(i)), sums[i].added);
     }
     OpenBucket& open = open_[place.bucket];
     const int64_t bytes =

@@ -37,9 +37,9 @@ class OpenRound {
 
   // The dtype in which a gradient is packed; nothing for a parameter without elements.
   std::optional<c10::ScalarType> packed_dtype(int64_t parameter) const;
-  // Copies a gradient into its buckets: one part for each of WireFormat::matrices() that this rank
-  // fills.
-  void pack(int64_t parameter, c10::ArrayRef<MicroBatchSums::Sum> parts);
+  // Copies a gradient into its buckets: with micro-batches the sums of this rank's nodes, one for
+  // each of WireFormat::matrices().
+  void pack(int64_t parameter, c10::ArrayRef<MicroBatchSums::NodeSum> sums);
 
   // The bucket that is sent next, unless all were taken.
   int64_t next() const { return order_[next_]; }

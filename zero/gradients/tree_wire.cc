@@ -14,14 +14,15 @@
 
 namespace zero {
 
-TreeWire::Sum TreeWire::sum_of(const SumTree& tree, const std::vector<TreeNode>& nodes) {
-  Sum sum;
-  sum.count = static_cast<int64_t>(nodes.size());
+TreeWire::TreeReduction TreeWire::reduction_of(const SumTree& tree,
+                                               const std::vector<TreeNode>& nodes) {
+  TreeReduction result;
+  result.count = static_cast<int64_t>(nodes.size());
   for (const TreeAddition& a : tree.additions(nodes)) {
-    sum.additions.push_back({a.into, a.from, a.place});
-    sum.places = std::max(sum.places, a.place + 1);
+    result.additions.push_back({a.into, a.from, a.place});
+    result.places = std::max(result.places, a.place + 1);
   }
-  return sum;
+  return result;
 }
 
 TreeWire::TreeWire(c10::ScalarType dtype, const SumTree& tree, const WirePlace& place)
@@ -33,7 +34,7 @@ TreeWire::TreeWire(c10::ScalarType dtype, const SumTree& tree, const WirePlace& 
     of_ranks.insert(of_ranks.end(), nodes.begin(), nodes.end());
   }
   nodes_ = tree.most_nodes();
-  all_ranks_ = sum_of(tree, of_ranks);
+  all_ranks_ = reduction_of(tree, of_ranks);
   if (place.machines == 1) return;
   const int64_t local = tree.parts() / place.machines;
   const SumTree machines(tree.count(), place.machines);
@@ -44,7 +45,7 @@ TreeWire::TreeWire(c10::ScalarType dtype, const SumTree& tree, const WirePlace& 
     of_machines.insert(of_machines.end(), nodes.begin(), nodes.end());
   }
   machine_nodes_ = machines.most_nodes();
-  all_machines_ = sum_of(tree, of_machines);
+  all_machines_ = reduction_of(tree, of_machines);
   const int64_t machine = place.rank / local;
   nodes_of_own_ranks_.assign(nodes_of_rank_.begin() + machine * local,
                              nodes_of_rank_.begin() + (machine + 1) * local);
@@ -53,7 +54,7 @@ TreeWire::TreeWire(c10::ScalarType dtype, const SumTree& tree, const WirePlace& 
     for (const TreeNode& n : of_ranks) {
       if (n.begin >= node.begin && n.begin < node.begin + node.size) inside.push_back(n);
     }
-    own_machine_.push_back(sum_of(tree, inside));
+    own_machine_.push_back(reduction_of(tree, inside));
   }
 }
 
@@ -104,20 +105,21 @@ std::vector<const void*> TreeWire::values_in(const SummandRows& rows,
   return values;
 }
 
-void TreeWire::add_up(const Sum& sum, c10::ArrayRef<const void*> values, c10::ScalarType dtype,
-                      const at::Tensor& shard, float scale, bool accumulate) {
+void TreeWire::add_up(const TreeReduction& reduction, c10::ArrayRef<const void*> values,
+                      c10::ScalarType dtype, const at::Tensor& shard, float scale,
+                      bool accumulate) {
   const int64_t numel = shard.numel();
   kernels::SumTreeArgs args;
   args.rows = values;
-  args.additions = sum.additions;
-  args.places = sum.places;
+  args.additions = reduction.additions;
+  args.places = reduction.places;
   args.numel = numel;
   args.dtype = dtype;
   args.scale = scale;
   args.shard = shard.mutable_data_ptr<float>();
   args.accumulate = accumulate;
   const at::Tensor workspace =
-      at::empty({shard.is_cpu() ? 0 : (sum.places + 1) * numel}, shard.options());
+      at::empty({shard.is_cpu() ? 0 : (reduction.places + 1) * numel}, shard.options());
   args.workspace = workspace.mutable_data_ptr<float>();
   kernels::sum_tree(args, current_stream(shard.device()));
 }

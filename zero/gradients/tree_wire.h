@@ -38,31 +38,31 @@ class TreeWire final : public WireFormat {
 
  private:
   // How the values of some nodes make that of one.
-  struct Sum {
+  struct TreeReduction {
     int64_t count = 0;  // nodes
     std::vector<kernels::RowAddition> additions;
     int64_t places = 0;
   };
 
-  static Sum sum_of(const SumTree& tree, const std::vector<TreeNode>& nodes);
+  static TreeReduction reduction_of(const SumTree& tree, const std::vector<TreeNode>& nodes);
   // The addresses of the values in `rows`: of_row[r] of them in row r, which has `bytes` bytes and
   // room for `room` of them.
   static std::vector<const void*> values_in(const SummandRows& rows,
                                             const std::vector<int64_t>& of_row, int64_t room,
                                             int64_t bytes);
-  static void add_up(const Sum& sum, c10::ArrayRef<const void*> values, c10::ScalarType dtype,
-                     const at::Tensor& shard, float scale, bool accumulate);
+  static void add_up(const TreeReduction& reduction, c10::ArrayRef<const void*> values,
+                     c10::ScalarType dtype, const at::Tensor& shard, float scale, bool accumulate);
 
   const c10::ScalarType dtype_;
   std::vector<int64_t> nodes_of_rank_;
   int64_t nodes_ = 1;  // the most of a rank
-  Sum all_ranks_;
+  TreeReduction all_ranks_;
   // In two levels.
   std::vector<int64_t> nodes_of_machine_;
   int64_t machine_nodes_ = 1;                // the most of a machine
   std::vector<int64_t> nodes_of_own_ranks_;  // of those on this machine
-  std::vector<Sum> own_machine_;             // each node of this machine
-  Sum all_machines_;
+  std::vector<TreeReduction> own_machine_;   // each node of this machine
+  TreeReduction all_machines_;
 };
 
 }  // namespace zero
