@@ -110,12 +110,12 @@ void ZeroOptimizer::backward(const std::vector<at::Tensor>& outputs,
 }
 
 c10::integer_range<int64_t> ZeroOptimizer::micro_batches() const {
-  const MicroBatchSums* const numbers = impl_->engine->reducer.micro_batches();
+  const MicroBatchSums* const micro_batches = impl_->engine->reducer.micro_batches();
   TORCH_CHECK(
-      numbers != nullptr,
+      micro_batches != nullptr,
       "micro_batches(): expected ZeroOptions::micro_batches, which says how many there are, "
       "got 0; construct the optimizer with it");
-  return c10::irange(numbers->begin(), numbers->end());
+  return c10::irange(micro_batches->begin(), micro_batches->end());
 }
 
 at::Tensor ZeroOptimizer::scale_loss(const at::Tensor& loss) const {

@@ -229,11 +229,11 @@ bool BackwardPasses::keeps_gradients() const {
 }
 
 std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
-  const MicroBatchSums* const numbers = parts_.reducer.micro_batches();
-  if (numbers == nullptr || numbers->done() == 0 || numbers->done() == numbers->own()) return {};
+  const MicroBatchSums* const micro_batches = parts_.reducer.micro_batches();
+  if (!micro_batches || !micro_batches->is_begun() || micro_batches->is_complete()) return {};
   return c10::str(call, ": expected all backward passes of this rank's micro-batches, ",
-                  numbers->begin(), " to ", numbers->end() - 1, ", or none, got ", numbers->done(),
-                  " of ", numbers->own(),
+                  micro_batches->begin(), " to ", micro_batches->end() - 1, ", or none, got ",
+                  micro_batches->done(), " of ", micro_batches->own(),
                   " since the last step() or zero_grad(); run backward(loss) for each number of "
                   "micro_batches(), or call zero_grad() on all ranks");
 }
@@ -350,11 +350,11 @@ void BackwardPasses::begin() {
   } catch (const std::exception& error) {
     parts_.protocol.throw_misuse(error_text(error));
   }
-  const MicroBatchSums* const numbers = parts_.reducer.micro_batches();
-  if (numbers != nullptr && numbers->done() == numbers->own()) {
+  const MicroBatchSums* const micro_batches = parts_.reducer.micro_batches();
+  if (micro_batches != nullptr && micro_batches->is_complete()) {
     parts_.protocol.throw_misuse(c10::str(
         "backward(): expected step() after the passes of this rank's micro-batches, ",
-        numbers->begin(), " to ", numbers->end() - 1,
+        micro_batches->begin(), " to ", micro_batches->end() - 1,
         ", got one more pass; run backward(loss) once for each number of micro_batches(), and "
         "begin a step anew by zero_grad() of the ZeroOptimizer"));
   }

@@ -337,11 +337,12 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
         " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
         "zero_grad() of the ZeroOptimizer on all ranks instead)";
   }
-  if (const MicroBatchSums* numbers = reducer.micro_batches(); numbers && is_checked(call)) {
+  const MicroBatchSums* const micro_batches = reducer.micro_batches();
+  if (micro_batches != nullptr && is_checked(call)) {
     // One rank's passes may not stand for those that another left out.
     arguments.on_all_ranks += arguments.on_all_ranks.empty() ? "" : ", ";
-    arguments.on_all_ranks +=
-        numbers->done() > 0 ? "backward() of all micro-batches" : "backward() of no micro-batch";
+    arguments.on_all_ranks += micro_batches->is_begun() ? "backward() of all micro-batches"
+                                                        : "backward() of no micro-batch";
   }
   // Gradients that came under the guard of use_ema() are not sent with its end.
   const int64_t rounds = call == Call::kEndEma ? 0 : reducer.rounds_needed();

@@ -300,10 +300,10 @@ void Engine::forget_gradients(bool end_of_step) {
 }
 
 void Engine::zero_grad() {
-  const MicroBatchSums* const numbers = reducer.micro_batches();
+  const MicroBatchSums* const micro_batches = reducer.micro_batches();
   const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() &&
                           !clipping.has_clips() && !protocol.owes_an_error() &&
-                          (numbers == nullptr || numbers->done() == 0);
+                          (micro_batches == nullptr || !micro_batches->is_begun());
   if (!local_only) {
     agree(Call::kZeroGrad);
     protocol.repaired();
