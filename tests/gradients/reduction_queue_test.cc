@@ -35,7 +35,7 @@ struct Buckets {
     for (int b = 0; b < count; ++b) {
       BucketReduction reduction;
       reduction.wire = &wire;
-      reduction.rows = Rows(pool.take(2 * row, at::kFloat).fill_(b + 1), {2, row});
+      reduction.rows = Rows(pool.acquire(2 * row, at::kFloat).fill_(b + 1), {2, row});
       reduction.shard = at::zeros({row});
       reduction.group = &group;
       reduction.bucket = b;

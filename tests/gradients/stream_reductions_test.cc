@@ -46,8 +46,8 @@ TEST(StreamReductionsTest, APeerThatTakesNoPartHoldsUpAPassOnceAndNotPerBucket) 
     const auto push = [&](int64_t row) {
       BucketReduction reduction;
       reduction.wire = &wire;
-      reduction.rows =
-          Rows(pool.take(2 * row, at::kFloat).copy_(at::full({2 * row}, 3.0)), BucketRows(2, row));
+      reduction.rows = Rows(pool.acquire(2 * row, at::kFloat).copy_(at::full({2 * row}, 3.0)),
+                            BucketRows(2, row));
       reduction.shard = at::zeros({row}, at::TensorOptions().device(device));
       reduction.group = data.get();
       reduction.bucket = static_cast<int64_t>(shards.size());

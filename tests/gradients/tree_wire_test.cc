@@ -195,7 +195,7 @@ TEST(TreeWireTest, BuffersGoBack) {
       packed.values().zero_();
       const at::Tensor rows = wire.encode(packed, pool).values();
       EXPECT_EQ(rows.const_data_ptr() == memory, wire.packs_in_place());
-      pool.give(rows);
+      pool.release(rows);
       if (step == 0) held = pool.held_bytes();
       EXPECT_EQ(pool.held_bytes(), held) << count;
     }

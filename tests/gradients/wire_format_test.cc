@@ -119,12 +119,12 @@ TEST_P(WireFormatAt, RowsHaveTheBytesThatWerePromisedAndBuffersGoBack) {
       EXPECT_EQ(rows.size(0), world_size);
       EXPECT_EQ(static_cast<int64_t>(rows.nbytes()), world_size * wire().bytes(n));
       EXPECT_EQ(rows.const_data_ptr() == memory, wire().packs_in_place());
-      pool.give(rows);
+      pool.release(rows);
     }
   }
   // Nothing was lost: the same again needs no more memory.
   const int64_t held = pool.held_bytes();
-  pool.give(encode(gradients(3, kRows[6], 1)));
+  pool.release(encode(gradients(3, kRows[6], 1)));
   EXPECT_EQ(pool.held_bytes(), held);
 }
 
@@ -227,17 +227,17 @@ TEST_P(WireFormatAt, PaddingHasNoEffectOnGradients) {
     const at::Tensor values = gradients(2, n, 6);
     const auto with_garbage = [&](int byte) {
       for (const bool packed : {true, false}) {
-        const at::Tensor garbage = packed ? pool.take(2 * n, wire().packed_dtype())
-                                          : pool.take(2 * wire().bytes(n), at::kByte);
+        const at::Tensor garbage = packed ? pool.acquire(2 * n, wire().packed_dtype())
+                                          : pool.acquire(2 * wire().bytes(n), at::kByte);
         garbage.view(at::kByte).fill_(byte);
-        pool.give(garbage);
+        pool.release(garbage);
       }
       // Columns 3 to n - 2 are a parameter.
       const Rows packed = wire().open({2, n}, pool);
       packed.values().narrow(1, 3, n - 5).copy_(values.narrow(1, 3, n - 5));
       const at::Tensor rows = wire().encode(packed, pool).values();
       const at::Tensor result = decoded(rows.narrow(0, 1, 1), n).narrow(0, 3, n - 5).clone();
-      pool.give(rows);
+      pool.release(rows);
       return result;
     };
     const at::Tensor clean = with_garbage(0);

@@ -23,50 +23,50 @@ const void* place(const at::Tensor& buffer) { return buffer.storage().data(); }
 
 TEST(BufferPoolTest, TheSmallestThatFitsIsUsedAgain) {
   BufferPool pool(at::kCPU, 1 << 20);
-  const at::Tensor large = pool.take(60, at::kFloat), small = pool.take(40, at::kFloat);
+  const at::Tensor large = pool.acquire(60, at::kFloat), small = pool.acquire(40, at::kFloat);
   const void *large_place = place(large), *small_place = place(small);
-  pool.give(large);
-  pool.give(small);
-  const at::Tensor first = pool.take(70, at::kBFloat16);
+  pool.release(large);
+  pool.release(small);
+  const at::Tensor first = pool.acquire(70, at::kBFloat16);
   EXPECT_EQ(place(first), small_place);
   EXPECT_EQ(first.numel(), 70);
   EXPECT_EQ(first.scalar_type(), at::kBFloat16);
-  EXPECT_EQ(place(pool.take(50, at::kFloat)), large_place);
+  EXPECT_EQ(place(pool.acquire(50, at::kFloat)), large_place);
   EXPECT_EQ(pool.held_bytes(), 400);
 }
 
 TEST(BufferPoolTest, OneMoreThanTwiceAsLargeIsLeft) {
   BufferPool pool(at::kCPU, 1 << 20);
-  const at::Tensor given = pool.take(100, at::kByte);
-  pool.give(given);
-  EXPECT_NE(place(pool.take(49, at::kByte)), place(given));
-  EXPECT_EQ(place(pool.take(50, at::kByte)), place(given));
+  const at::Tensor given = pool.acquire(100, at::kByte);
+  pool.release(given);
+  EXPECT_NE(place(pool.acquire(49, at::kByte)), place(given));
+  EXPECT_EQ(place(pool.acquire(50, at::kByte)), place(given));
   EXPECT_EQ(pool.held_bytes(), 149);
 }
 
 TEST(BufferPoolTest, TrimFreesWhatIsTooMuchAndPeakRemembers) {
   BufferPool pool(at::kCPU, 250);
   std::vector<at::Tensor> taken;
-  for (int i = 0; i < 4; ++i) taken.push_back(pool.take(100, at::kByte));
+  for (int i = 0; i < 4; ++i) taken.push_back(pool.acquire(100, at::kByte));
   EXPECT_EQ(pool.held_bytes(), 400);
   pool.trim();  // nothing of it is free
   EXPECT_EQ(pool.held_bytes(), 400);
-  for (const at::Tensor& t : taken) pool.give(t);
+  for (const at::Tensor& t : taken) pool.release(t);
   taken.clear();
   pool.trim();
   EXPECT_EQ(pool.held_bytes(), 200);
   pool.trim();
   EXPECT_EQ(pool.held_bytes(), 200);
-  const at::Tensor again = pool.take(100, at::kByte), and_again = pool.take(100, at::kByte);
+  const at::Tensor again = pool.acquire(100, at::kByte), and_again = pool.acquire(100, at::kByte);
   EXPECT_EQ(pool.held_bytes(), 200);
-  const at::Tensor new_one = pool.take(100, at::kByte);
+  const at::Tensor new_one = pool.acquire(100, at::kByte);
   EXPECT_EQ(pool.held_bytes(), 300);
   EXPECT_EQ(pool.peak_bytes(), 400);
 }
 
 TEST(BufferPoolTest, WhatCannotBeAllocatedIsNotHeld) {
   BufferPool pool(at::kCPU, 250, [](int64_t) -> at::Tensor { throw std::bad_alloc(); });
-  EXPECT_THROW(pool.take(1 << 20, at::kByte), std::bad_alloc);
+  EXPECT_THROW(pool.acquire(1 << 20, at::kByte), std::bad_alloc);
   EXPECT_EQ(pool.held_bytes(), 0);
   EXPECT_EQ(pool.peak_bytes(), 0);
 }
@@ -82,7 +82,7 @@ TEST(BufferPoolTest, LargeBuffersAreAskedForAndSmallOnesAreNot) {
   EXPECT_TRUE(asked.empty());
   EXPECT_EQ(pool.allocate(65536).numel(), 65536);
   full = true;
-  EXPECT_EQ(pool.take(100000, at::kFloat).numel(), 100000);
+  EXPECT_EQ(pool.acquire(100000, at::kFloat).numel(), 100000);
   EXPECT_EQ(asked, (std::vector<int64_t>{65536, 400000}));
 }
 
@@ -104,11 +104,11 @@ TEST(BufferPoolTest, IsAskedForBuffersBesideACapture) {
   BufferPool pool(device, 1 << 20);
   EmulatedGraph graph;
   const c10::StreamGuard here(new_stream(device));
-  pool.give(pool.take(100, at::kByte, BufferPool::Order::kWait));
+  pool.release(pool.acquire(100, at::kByte, BufferPool::Order::kWait));
   graph.capture_begin();
   {
     const c10::StreamGuard beside(new_stream(device));
-    pool.take(100, at::kByte);
+    pool.acquire(100, at::kByte);
   }
   graph.capture_end();
   EmulatedDevice::finish();

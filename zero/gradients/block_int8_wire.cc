@@ -16,7 +16,7 @@ namespace zero {
 int64_t BlockInt8Wire::bytes(int64_t numel) const { return kernels::block_int8_bytes(numel); }
 
 Rows BlockInt8Wire::open(const BucketRows& lengths, BufferPool& pool) const {
-  const at::Tensor packed = pool.take(lengths.total(), packed_dtype_);
+  const at::Tensor packed = pool.acquire(lengths.total(), packed_dtype_);
   kernels::fill_zero(packed.mutable_data_ptr(), static_cast<int64_t>(packed.nbytes()),
                      current_stream(packed.device()));
   return {packed, lengths};
@@ -34,7 +34,7 @@ BucketRows BlockInt8Wire::encoded_lengths(const Rows& packed) const {
 
 Rows BlockInt8Wire::encode(Rows packed, BufferPool& pool) const {
   const BucketRows lengths = encoded_lengths(packed);
-  Rows encoded(pool.take(lengths.total(), at::kByte), lengths);
+  Rows encoded(pool.acquire(lengths.total(), at::kByte), lengths);
   const auto stream = current_stream(packed.values().device());
   const auto encode_rows = [&](const at::Tensor& from, int64_t rows, int64_t numel,
                                const at::Tensor& to) {
@@ -49,7 +49,7 @@ Rows BlockInt8Wire::encode(Rows packed, BufferPool& pool) const {
       encode_rows(packed.row(r), 1, packed.row(r).numel(), encoded.row(r));
     }
   }
-  pool.give(packed.values());
+  pool.release(packed.values());
   return encoded;
 }
 

@@ -41,7 +41,7 @@ void EarlyShards::before_sending(int64_t b, const OpenRound& round) {
   if (ranks.world_size() > 1) sent_.sums = queue_.sums(ranks, device_);
   if (updates_ != nullptr) updates_->before_sending(b, whole);
   const c10::OptionalStreamGuard guard(sent_.sums);
-  shards_[b] = pool_.take(plan_.buckets[b].rows.numel(ranks.rank()), dtype_);
+  shards_[b] = pool_.acquire(plan_.buckets[b].rows.numel(ranks.rank()), dtype_);
 }
 
 void EarlyShards::after_sending(int64_t b) {
@@ -76,13 +76,13 @@ void EarlyShards::finish(const SentBucket& reduced) {
     updates_->update(reduced.bucket);
     updated_[reduced.bucket] = 1;
   }
-  pool_.give(std::exchange(shards_[reduced.bucket], at::Tensor()));
+  pool_.release(std::exchange(shards_[reduced.bucket], at::Tensor()));
 }
 
 void EarlyShards::end_step() {
   updated_.assign(updated_.size(), 0);
   for (at::Tensor& shard : shards_) {
-    if (shard.defined()) pool_.give(std::exchange(shard, at::Tensor()));
+    if (shard.defined()) pool_.release(std::exchange(shard, at::Tensor()));
   }
 }
 

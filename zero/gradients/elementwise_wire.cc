@@ -13,7 +13,7 @@ int64_t ElementwiseWire::bytes(int64_t numel) const {
 }
 
 Rows ElementwiseWire::open(const BucketRows& lengths, BufferPool& pool) const {
-  return {pool.take(lengths.total(), dtype_), lengths};
+  return {pool.acquire(lengths.total(), dtype_), lengths};
 }
 
 Rows ElementwiseWire::encode(Rows packed, BufferPool& /*pool*/) const { return packed; }

@@ -18,11 +18,11 @@ void sum(const BucketReduction& reduction, const SummandRows& rows, BufferPool& 
     reduction.wire->decode_and_sum(rows, reduction.shard, reduction.scale, reduction.accumulate);
     return;
   }
-  const at::Tensor values = pool.take(reduction.shard.numel(), at::kFloat);
+  const at::Tensor values = pool.acquire(reduction.shard.numel(), at::kFloat);
   if (reduction.accumulate) convert(reduction.shard, values);
   reduction.wire->decode_and_sum(rows, values, reduction.scale, reduction.accumulate);
   convert(values, reduction.shard);
-  pool.give(values);
+  pool.release(values);
 }
 
 }  // namespace
@@ -33,7 +33,7 @@ void reduce_alone(const BucketReduction& reduction, BufferPool& pool) {
   own.dtype = values.scalar_type();
   own.own_row = values.const_data_ptr();
   sum(reduction, own, pool);
-  pool.give(values);
+  pool.release(values);
 }
 
 Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
@@ -42,7 +42,7 @@ Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
   const std::string label = "gradient bucket " + std::to_string(r.bucket);
   const RowValues values{r.wire, r.wire->sum_numel(r.shard.numel())};
   const int64_t bytes = RowCommunicator(*r.group).reduction_bytes(r.rows, values);
-  if (bytes > 0) exchange.buffer = pool.take(bytes, at::kByte, BufferPool::Order::kWait);
+  if (bytes > 0) exchange.buffer = pool.acquire(bytes, at::kByte, BufferPool::Order::kWait);
   exchange.pending = RowCommunicator(*r.group).reduce_rows(
       r.rows, exchange.buffer, [r, &pool](const SummandRows& rows) { sum(r, rows, pool); }, label,
       values);
@@ -52,8 +52,8 @@ Exchange start_exchange(BucketReduction reduction, BufferPool& pool) {
 void finish_exchange(Exchange& exchange, BufferPool& pool) {
   const TraceRange range("reduce", exchange.reduction.bucket);
   exchange.pending.wait();
-  if (exchange.buffer.defined()) pool.give(exchange.buffer);
-  pool.give(exchange.reduction.rows.values());
+  if (exchange.buffer.defined()) pool.release(exchange.buffer);
+  pool.release(exchange.reduction.rows.values());
 }
 
 void end_group(Communicator& group, const std::exception_ptr& error) {

@@ -22,12 +22,12 @@ UnderWay start(const ReplicaShard& item, BufferPool& pool) {
   const int64_t numel = item.shard.numel();
   if (numel == 0) return {&item, {}, {}, {}};
   const int64_t chunk = (numel + ranks - 1) / ranks;
-  const at::Tensor flat = pool.take(ranks * chunk, at::kFloat);
+  const at::Tensor flat = pool.acquire(ranks * chunk, at::kFloat);
   flat.narrow(0, 0, numel).copy_(item.shard);
   flat.narrow(0, numel, ranks * chunk - numel).zero_();
   UnderWay result{&item,
                   flat.view({ranks, chunk}),
-                  pool.take(ranks * chunk, at::kFloat).view({ranks, chunk}),
+                  pool.acquire(ranks * chunk, at::kFloat).view({ranks, chunk}),
                   {}};
   result.pending = item.replicas->exchange_rows(result.rows, result.received, item.label);
   return result;
@@ -39,7 +39,7 @@ void finish(UnderWay& exchange, BufferPool& pool) {
   const at::Tensor& rows = exchange.rows;
   Communicator& replicas = *exchange.item->replicas;
   const at::Tensor own = rows.select(0, replicas.rank());
-  const at::Tensor sum = pool.take(own.numel(), at::kFloat);
+  const at::Tensor sum = pool.acquire(own.numel(), at::kFloat);
   kernels::SumRowsArgs args;
   args.received = exchange.received.const_data_ptr();
   args.own = own.const_data_ptr();
@@ -51,7 +51,7 @@ void finish(UnderWay& exchange, BufferPool& pool) {
   own.copy_(sum);
   replicas.gather_rows(rows, exchange.item->label).wait();
   exchange.item->shard.copy_(rows.view({-1}).narrow(0, 0, exchange.item->shard.numel()));
-  for (const at::Tensor& buffer : {rows, exchange.received, sum}) pool.give(buffer);
+  for (const at::Tensor& buffer : {rows, exchange.received, sum}) pool.release(buffer);
 }
 
 }  // namespace

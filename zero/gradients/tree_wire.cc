@@ -63,7 +63,7 @@ int64_t TreeWire::bytes(int64_t numel) const {
 }
 
 Rows TreeWire::open(const BucketRows& lengths, BufferPool& pool) const {
-  const at::Tensor values = pool.take(nodes_ * lengths.total(), dtype_);
+  const at::Tensor values = pool.acquire(nodes_ * lengths.total(), dtype_);
   // Rows of different lengths keep the lengths of one matrix.
   if (!lengths.equal()) return {values, lengths};
   return Rows(values.view({nodes_, lengths.count(), lengths.equal_numel()}));
@@ -76,7 +76,7 @@ Rows TreeWire::encode(Rows packed, BufferPool& pool) const {
       packed.equal() ? BucketRows(values.size(1), values.size(2)) : packed.lengths();
   const BucketRows bytes = lengths.times(nodes_ * size);
   if (nodes_ == 1) return {values.view({-1}).view(at::kByte), bytes};
-  Rows encoded(pool.take(bytes.total(), at::kByte), bytes);
+  Rows encoded(pool.acquire(bytes.total(), at::kByte), bytes);
   std::vector<kernels::CopySpan> copies;
   const auto* from = static_cast<const char*>(values.const_data_ptr());
   auto* to = static_cast<char*>(encoded.values().mutable_data_ptr());
@@ -89,7 +89,7 @@ Rows TreeWire::encode(Rows packed, BufferPool& pool) const {
   }
   kernels::cast_copy_spans(copies, dtype_, dtype_, /*with_addends=*/false,
                            current_stream(values.device()));
-  pool.give(values);
+  pool.release(values);
   return encoded;
 }
 

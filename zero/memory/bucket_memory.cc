@@ -38,7 +38,7 @@ Rows BucketMemory::rows(int64_t bucket_index) {
   const int64_t numel = plan_.bucket_numel(bucket);
   const at::Tensor values = arena.layout->in_place()
                                 ? flat_[bucket.arena].narrow(0, bucket.begin, numel)
-                                : pool_.take(numel, arena.dtype);
+                                : pool_.acquire(numel, arena.dtype);
   return {values, bucket.rows};
 }
 
@@ -49,7 +49,7 @@ void BucketMemory::publish(int64_t bucket_index, const Rows& rows,
   std::vector<at::Tensor> tensors;
   for (const Slot& slot : bucket.slots) tensors.push_back(tensor_of(slot.parameter));
   copy_out_of_bucket(plan_, bucket, rows.values(), tensors);
-  pool_.give(rows.values());
+  pool_.release(rows.values());
 }
 
 at::Tensor BucketMemory::place(int64_t parameter, at::IntArrayRef sizes,

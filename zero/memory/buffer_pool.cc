@@ -59,7 +59,7 @@ bool BufferPool::is_free(const Free& free) const {
   return !free.given || *free.stream == current_torch_stream(device_) || is_complete(*free.given);
 }
 
-at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype, Order order) {
+at::Tensor BufferPool::acquire(int64_t numel, c10::ScalarType dtype, Order order) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   // All ranks of a captured step run the same passes, so that any stream may wait.
   const uint64_t capture = current_capture(device_);
@@ -91,7 +91,7 @@ at::Tensor BufferPool::take(int64_t numel, c10::ScalarType dtype, Order order) {
   return as_flat(buffer, numel, dtype);
 }
 
-void BufferPool::give(const at::Tensor& buffer) {
+void BufferPool::release(const at::Tensor& buffer) {
   const int64_t bytes = storage_bytes(buffer);
   Free free{buffer.view(at::kByte).as_strided({bytes}, {1}, 0)};
   if (!device_.is_cpu()) {

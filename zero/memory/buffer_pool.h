@@ -42,12 +42,12 @@ class BufferPool {
   };
 
   // A 1-D tensor of `numel` elements of `dtype` with unspecified contents, for the current stream.
-  at::Tensor take(int64_t numel, c10::ScalarType dtype, Order order = Order::kFree);
+  at::Tensor acquire(int64_t numel, c10::ScalarType dtype, Order order = Order::kFree);
   // [bytes] of kByte that is not the pool's: where it keeps buffers of this size, for as long as
   // the tensor lives. Unspecified contents.
   at::Tensor allocate(int64_t bytes) const;
-  // Gives back a buffer of take(), which only the current stream may use still.
-  void give(const at::Tensor& buffer);
+  // Gives back a buffer of acquire(), which only the current stream may use still.
+  void release(const at::Tensor& buffer);
   // The current stream has waited for all streams to which buffers were given.
   void joined();
   // Frees buffers that are not in use until at most keep_bytes are held. Not once a CUDA graph has

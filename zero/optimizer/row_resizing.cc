@@ -315,7 +315,7 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
       continue;
     }
     // 1. All ranks get the bucket.
-    const Rows rows(engine.pool.take(from.plan.bucket_numel(bucket), kind.dtype), bucket.rows);
+    const Rows rows(engine.pool.acquire(from.plan.bucket_numel(bucket), kind.dtype), bucket.rows);
     for (const HeldSegment* h : own[b]) {
       const auto tensor = h->tensors.find({kind.name, kind.dtype});
       if (tensor == h->tensors.end()) continue;
@@ -345,7 +345,7 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
         }
       }
     }
-    engine.pool.give(rows.values());
+    engine.pool.release(rows.values());
   }
   for (HeldSegment& h : from.segments) h.tensors.erase({kind.name, kind.dtype});
 }

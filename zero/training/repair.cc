@@ -34,7 +34,7 @@ void gather_part(Engine& engine, const Bucket& bucket, int64_t parameter, const 
   const BucketRows parts(bucket.rows.count(), round_up(longest, alignment_of(at::kFloat)));
   const bool apart = parts.total() < bucket.rows.total();
   const BucketRows& lengths = apart ? parts : bucket.rows;
-  const Rows rows(engine.pool.take(lengths.total(), at::kFloat), lengths);
+  const Rows rows(engine.pool.acquire(lengths.total(), at::kFloat), lengths);
   const auto place = [&](size_t r) { return spans[r].bucket_begin - bucket.rows.begin(r); };
   const auto me = static_cast<size_t>(ranks.rank());
   const at::Tensor row = rows.row(ranks.rank());
@@ -50,7 +50,7 @@ void gather_part(Engine& engine, const Bucket& bucket, int64_t parameter, const 
         rows.row(static_cast<int64_t>(r)).narrow(0, apart ? 0 : place(r), numel);
     elements.narrow(0, begin, numel).copy_(part);
   }
-  engine.pool.give(rows.values());
+  engine.pool.release(rows.values());
 }
 
 }  // namespace

@@ -301,7 +301,7 @@ at::Tensor ShardOptimizer::take_gradients(int64_t bucket) const {
   const at::Tensor& shard = shards_.reducer.shard(bucket);
   at::Tensor gradients = shard;
   if (shard.scalar_type() != at::kFloat) {
-    gradients = shards_.pool.take(shard.numel(), at::kFloat);
+    gradients = shards_.pool.acquire(shard.numel(), at::kFloat);
     convert(shard, gradients);
   }
   clamp(gradients);
@@ -309,7 +309,7 @@ at::Tensor ShardOptimizer::take_gradients(int64_t bucket) const {
 }
 
 void ShardOptimizer::give_gradients(int64_t bucket, const at::Tensor& gradients) const {
-  if (!gradients.is_same(shards_.reducer.shard(bucket))) shards_.pool.give(gradients);
+  if (!gradients.is_same(shards_.reducer.shard(bucket))) shards_.pool.release(gradients);
 }
 
 void ShardOptimizer::update_fused(int64_t bucket, const at::Tensor& own_row) {
