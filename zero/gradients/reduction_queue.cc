@@ -75,7 +75,7 @@ void ReductionQueue::bound_memory(Lock& lock) {
   using Clock = std::chrono::steady_clock;
   int64_t on_streams = 0;
   const auto may_go = [this, &on_streams] {
-    on_streams = streams_.forget_done();
+    on_streams = streams_.retire_completed();
     return error_ || (waiting_.size() <= static_cast<size_t>(kWaiting) &&
                       has_room(streams_.count(), streams_.bytes(), kWaiting));
   };

@@ -10,14 +10,14 @@
 namespace zero {
 namespace {
 
-struct UnderWay {
+struct ReplicaExchange {
   const ReplicaShard* item;
   at::Tensor rows;      // [replicas, n / replicas rounded up]
   at::Tensor received;  // the same
   Pending pending;
 };
 
-UnderWay start(const ReplicaShard& item, BufferPool& pool) {
+ReplicaExchange start(const ReplicaShard& item, BufferPool& pool) {
   const int64_t ranks = item.replicas->world_size();
   const int64_t numel = item.shard.numel();
   if (numel == 0) return {&item, {}, {}, {}};
@@ -25,15 +25,15 @@ UnderWay start(const ReplicaShard& item, BufferPool& pool) {
   const at::Tensor flat = pool.acquire(ranks * chunk, at::kFloat);
   flat.narrow(0, 0, numel).copy_(item.shard);
   flat.narrow(0, numel, ranks * chunk - numel).zero_();
-  UnderWay result{&item,
-                  flat.view({ranks, chunk}),
-                  pool.acquire(ranks * chunk, at::kFloat).view({ranks, chunk}),
-                  {}};
+  ReplicaExchange result{&item,
+                         flat.view({ranks, chunk}),
+                         pool.acquire(ranks * chunk, at::kFloat).view({ranks, chunk}),
+                         {}};
   result.pending = item.replicas->exchange_rows(result.rows, result.received, item.label);
   return result;
 }
 
-void finish(UnderWay& exchange, BufferPool& pool) {
+void finish(ReplicaExchange& exchange, BufferPool& pool) {
   if (!exchange.rows.defined()) return;
   exchange.pending.wait();
   const at::Tensor& rows = exchange.rows;
@@ -57,14 +57,14 @@ void finish(UnderWay& exchange, BufferPool& pool) {
 }  // namespace
 
 void sum_over_replicas(const std::vector<ReplicaShard>& shards, BufferPool& pool) {
-  std::deque<UnderWay> under_way;
+  std::deque<ReplicaExchange> under_way;
   for (const ReplicaShard& item : shards) {
     under_way.push_back(start(item, pool));
     if (under_way.size() < 2) continue;
     finish(under_way.front(), pool);
     under_way.pop_front();
   }
-  for (UnderWay& exchange : under_way) finish(exchange, pool);
+  for (ReplicaExchange& exchange : under_way) finish(exchange, pool);
 }
 
 }  // namespace zero

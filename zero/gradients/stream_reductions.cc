@@ -46,7 +46,7 @@ void StreamReductions::enqueue(BucketReduction reduction) {
   bytes_under_way_ += bytes;
 }
 
-int64_t StreamReductions::forget_done() {
+int64_t StreamReductions::retire_completed() {
   for (; !under_way_.empty() && is_complete(under_way_.front().done); ++done_) {
     bytes_under_way_ -= under_way_.front().bytes;
     under_way_.pop_front();

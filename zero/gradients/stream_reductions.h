@@ -47,15 +47,15 @@ class StreamReductions {
   // The stream where they reach their shards, in the order of enqueue().
   const c10::Stream& sums(c10::Device device);
 
-  // Forgets those that the device is done with, and returns how many they were since construction.
-  // Not in a capture.
-  int64_t forget_done();
-  // Of those that are not forgotten. None is counted in a capture.
+  // Lets go of those that the device is done with, and returns how many they were since
+  // construction. Not in a capture.
+  int64_t retire_completed();
+  // Of the others. None is counted in a capture.
   size_t count() const { return under_way_.size(); }
   int64_t bytes() const { return bytes_under_way_; }
 
  private:
-  struct UnderWay {
+  struct EnqueuedSum {
     c10::Event done;
     int64_t bytes = 0;
   };
@@ -63,7 +63,7 @@ class StreamReductions {
   BufferPool& pool_;
   std::optional<c10::Stream> exchange_stream_;
   std::optional<c10::Stream> sum_stream_;
-  std::deque<UnderWay> under_way_;
+  std::deque<EnqueuedSum> under_way_;
   int64_t bytes_under_way_ = 0;
   int64_t done_ = 0;
 };

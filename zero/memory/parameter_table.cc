@@ -38,23 +38,23 @@ class OwnParameters : public torch::nn::Module {
 // The bytes from a tensor's first element to its last.
 struct MemoryRange {
   // Of managed parameters, which get other memory or not; of trainable ones and of all others.
-  enum Kind : size_t { kMoving, kStaying, kTrainable, kOther };
+  enum Mobility : size_t { kMoving, kStaying, kTrainable, kOther };
 
-  MemoryRange(Kind kind, const at::Tensor& tensor, std::string name)
-      : kind(kind),
+  MemoryRange(Mobility mobility, const at::Tensor& tensor, std::string name)
+      : mobility(mobility),
         begin(static_cast<const char*>(tensor.const_data_ptr())),
         end(begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
                                                      tensor.element_size())),
         name(std::move(name)) {}
-  bool may_share_with(Kind other) const {
-    const bool managed = kind == kMoving || kind == kStaying;
+  bool may_share_with(Mobility other) const {
+    const bool managed = mobility == kMoving || mobility == kStaying;
     const bool other_managed = other == kMoving || other == kStaying;
     if (managed && other_managed) return false;
     if (!managed && !other_managed) return true;
-    return kind != kMoving && other != kMoving && kind != kTrainable && other != kTrainable;
+    return mobility != kMoving && other != kMoving && mobility != kTrainable && other != kTrainable;
   }
 
-  Kind kind;
+  Mobility mobility;
   const char* begin;
   const char* end;
   std::string name;
@@ -252,9 +252,9 @@ std::string ParameterTable::follow(const torch::nn::Module& module) {
 
 void ParameterTable::check_overlaps(const std::function<bool(const Parameter&)>& moves) const {
   std::vector<MemoryRange> ranges;
-  const auto add = [&](MemoryRange::Kind kind, const char* what, const std::string& name,
+  const auto add = [&](MemoryRange::Mobility mobility, const char* what, const std::string& name,
                        const at::Tensor& tensor) {
-    if (tensor.numel() > 0) ranges.emplace_back(kind, tensor, what + name);
+    if (tensor.numel() > 0) ranges.emplace_back(mobility, tensor, what + name);
   };
   for (const Parameter& p : parameters_) {
     add(moves(p) ? MemoryRange::kMoving : MemoryRange::kStaying, "parameter ", p.name, p.tensor);
@@ -269,19 +269,19 @@ void ParameterTable::check_overlaps(const std::function<bool(const Parameter&)>&
   std::stable_sort(ranges.begin(), ranges.end(), [](const MemoryRange& a, const MemoryRange& b) {
     return std::less<const char*>()(a.begin, b.begin);
   });
-  // Of each kind, the range so far that ends last.
+  // Of each mobility, the range so far that ends last.
   std::array<const MemoryRange*, 4> last{};
   for (const MemoryRange& range : ranges) {
     for (const MemoryRange* other : last) {
-      if (other == nullptr || other->end <= range.begin || range.may_share_with(other->kind)) {
+      if (other == nullptr || other->end <= range.begin || range.may_share_with(other->mobility)) {
         continue;
       }
       TORCH_CHECK(false, range.name, ": expected memory of its own, got memory that ", other->name,
                   " has too, and the two would come apart; to tie two layers, let both use one "
                   "tensor object (head->weight = embedding->weight), else give each its clone()");
     }
-    const MemoryRange*& of_kind = last[range.kind];
-    if (of_kind == nullptr || of_kind->end < range.end) of_kind = &range;
+    const MemoryRange*& latest = last[range.mobility];
+    if (latest == nullptr || latest->end < range.end) latest = &range;
   }
 }
 
