@@ -37,7 +37,7 @@ void ReductionQueue::push(BucketReduction reduction) {
   if (error_) return;  // drain() reports it; nothing more is sent
   try {
     if (RowCommunicator(group).waits_on_host(device)) {
-      give_to_worker(std::move(reduction), lock);
+      hand_to_worker(std::move(reduction), lock);
     } else {
       streams_.enqueue(std::move(reduction));
     }
@@ -47,7 +47,7 @@ void ReductionQueue::push(BucketReduction reduction) {
   }
 }
 
-void ReductionQueue::give_to_worker(BucketReduction reduction, Lock& lock) {
+void ReductionQueue::hand_to_worker(BucketReduction reduction, Lock& lock) {
   const c10::Device device = reduction.shard.device();
   std::optional<c10::Event> packed;
   if (!device.is_cpu()) {
@@ -59,7 +59,7 @@ void ReductionQueue::give_to_worker(BucketReduction reduction, Lock& lock) {
   waiting_.push_back({std::move(reduction), std::move(packed)});
   start_worker();
   // From a GPU the exchange begins with a copy that waits for the device, which is for the worker.
-  if (!stream_) start_waiting(lock);
+  if (!stream_) start_exchanges(lock);
   changed_.notify_all();
 }
 
@@ -108,7 +108,7 @@ size_t ReductionQueue::buffers_kept(int64_t bucket_bytes) {
 
 // One thread at a time, so that exchanges start in order. Another that arrives meanwhile returns:
 // the first looks again.
-void ReductionQueue::start_waiting(Lock& lock) {
+void ReductionQueue::start_exchanges(Lock& lock) {
   if (starting_) return;
   starting_ = true;
   while (!error_ && !stop_ && !waiting_.empty() && has_room(under_way_.size(), bytes_under_way_)) {
@@ -145,7 +145,7 @@ void ReductionQueue::start_waiting(Lock& lock) {
   changed_.notify_all();
 }
 
-void ReductionQueue::finish_front(Lock& lock) {
+void ReductionQueue::finish_oldest(Lock& lock) {
   // References into a deque stay valid while others push at its end.
   Exchange& exchange = under_way_.front();
   const auto bytes = static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
@@ -177,13 +177,13 @@ void ReductionQueue::work() {
     while (!changed_.wait_for(lock, OwnThreadWait::kLook, called)) {
     }
     if (stop_ && under_way_.empty()) return;
-    take_turn(lock);
+    work_once(lock);
   }
 }
 
-void ReductionQueue::take_turn(Lock& lock) {
-  start_waiting(lock);
-  if (!under_way_.empty()) finish_front(lock);
+void ReductionQueue::work_once(Lock& lock) {
+  start_exchanges(lock);
+  if (!under_way_.empty()) finish_oldest(lock);
   changed_.notify_all();
 }
 
@@ -231,7 +231,7 @@ void ReductionQueue::drain() {
     wait_for_worker(lock);
   } else {
     const c10::OptionalStreamGuard guard(stream_);
-    while (!error_ && !(waiting_.empty() && under_way_.empty())) take_turn(lock);
+    while (!error_ && !(waiting_.empty() && under_way_.empty())) work_once(lock);
   }
   join();
   if (error_) std::rethrow_exception(error_);

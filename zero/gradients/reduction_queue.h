@@ -82,16 +82,19 @@ class ReductionQueue {
   static bool has_room(size_t exchanges, int64_t bytes, int waiting = 0) {
     return exchanges < static_cast<size_t>(kExchangesInFlight + waiting) || bytes < kBytesInFlight;
   }
-  // With the lock held, which they give up meanwhile.
-  void give_to_worker(BucketReduction reduction, Lock& lock);
-  void start_waiting(Lock& lock);
-  void finish_front(Lock& lock);
-  void take_turn(Lock& lock);
-  void wait_for_worker(Lock& lock);
 
+  // The thread of the worker.
   void work();
   // Does nothing when no thread can be started: the next push() tries again.
   void start_worker();
+
+  // These are called with the lock held, and give it up meanwhile.
+  void hand_to_worker(BucketReduction reduction, Lock& lock);
+  void start_exchanges(Lock& lock);
+  void finish_oldest(Lock& lock);
+  // What the worker does each time it wakes up, and drain() without a worker.
+  void work_once(Lock& lock);
+  void wait_for_worker(Lock& lock);
   // Blocks push() as long as it may: until the worker, or the device, is done with enough.
   void bound_memory(Lock& lock);
   // Ends the group for the exception that is being handled, and keeps that.
@@ -106,9 +109,9 @@ class ReductionQueue {
   Communicator* group_ = nullptr;  // of the last one given to the worker
   int64_t bytes_under_way_ = 0;
   int64_t done_ = 0;          // buckets of the worker
-  int64_t done_at_push_ = 0;  // at the last push() that blocked
-  bool patient_ = true;       // push() may block, though no other bucket is done
-  bool starting_ = false;     // a thread is in start_waiting()
+  int64_t done_at_push_ = 0;  // of all buckets, at the last push() that blocked
+  bool patient_ = true;       // push() has not used up kPatience since done_at_push_ changed
+  bool starting_ = false;     // a thread is in start_exchanges()
   bool stop_ = false;
   StreamReductions streams_;
   std::optional<c10::Stream> stream_;  // the worker's, on a GPU
