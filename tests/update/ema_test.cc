@@ -39,7 +39,7 @@ TEST(EmaTest, FollowsItsFormula) {
       const double d = warm_up ? std::min(decay, (1 + t) / (10 + t)) : decay;
       ema.begin(step);
       for (int64_t b = 2; b >= 0; --b) {
-        ema.follow(b, masters[b]);
+        ema.update(b, masters[b]);
         for (int64_t i = 0; i < masters[b].numel(); ++i) {
           double& e = expected[b][i];
           e = d * e + (1 - d) * masters[b].const_data_ptr<float>()[i];
@@ -63,13 +63,13 @@ TEST(EmaTest, WhatTheDeviceKnowsHasTheBitsOfWhatTheHostKnows) {
       host.begin(step);
       device.begin(flag(static_cast<double>(step)), step % 2 == 0 ? flag(0) : at::Tensor());
       for (const int64_t b : {0, 1, 2}) {
-        host.follow(b, masters[b]);
-        device.follow(b, masters[b]);
+        host.update(b, masters[b]);
+        device.update(b, masters[b]);
         ASSERT_TRUE(at::equal(host.row(b), device.row(b))) << step;
       }
       // A skipped step.
       device.begin(flag(static_cast<double>(step)), flag(1));
-      device.follow(0, at::full({1000}, 1e6));
+      device.update(0, at::full({1000}, 1e6));
       ASSERT_TRUE(at::equal(host.row(0), device.row(0))) << step;
     }
   }
@@ -81,13 +81,13 @@ TEST(EmaTest, BitsDoNotDependOnWhereARowBegins) {
   const at::Tensor initial = random_tensor({kNumel}, 1), master = random_tensor({kNumel}, 2);
   Ema whole(EmaOptions().decay(0.99), 1, of({initial}));
   whole.begin(5);
-  whole.follow(0, master);
+  whole.update(0, master);
   EXPECT_TRUE(at::equal(whole.row(0),
                         initial + (master - initial) * Ema::weight(EmaOptions().decay(0.99), 5)));
   for (const int64_t begin : {1, 3, 7, 100, 69990}) {
     Ema part(EmaOptions().decay(0.99), 1, of({initial.narrow(0, begin, kNumel - begin)}));
     part.begin(5);
-    part.follow(0, master.narrow(0, begin, kNumel - begin));
+    part.update(0, master.narrow(0, begin, kNumel - begin));
     EXPECT_TRUE(at::equal(part.row(0), whole.row(0).narrow(0, begin, kNumel - begin))) << begin;
   }
 }

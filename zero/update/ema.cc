@@ -47,7 +47,7 @@ void Ema::begin(const at::Tensor& steps, const at::Tensor& skipped) {
   weight_on_device_ = weight.to(at::kFloat);
 }
 
-void Ema::follow(int64_t bucket, const at::Tensor& master) {
+void Ema::update(int64_t bucket, const at::Tensor& master) {
   const at::Tensor& row = rows_[bucket];
   const float* weight =
       weight_on_device_.defined() ? weight_on_device_.const_data_ptr<float>() : nullptr;

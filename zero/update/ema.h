@@ -28,12 +28,12 @@ class Ema {
   // The share of the masters in the average after `steps` steps, the last one included.
   static double weight(const EmaOptions& options, int64_t steps);
 
-  // begin() comes first in an update, then follow() once for each bucket, when its row is updated.
+  // begin() comes first in an update, then update() once for each bucket, when its row is updated.
   void begin(int64_t steps);
   // The same where only the device knows: `steps` is 0-dim double there, and where `skipped`, 0-dim
   // or undefined, is not 0, the average stays as it is.
   void begin(const at::Tensor& steps, const at::Tensor& skipped);
-  void follow(int64_t bucket, const at::Tensor& master);
+  void update(int64_t bucket, const at::Tensor& master);
 
   const at::Tensor& row(int64_t bucket) const { return rows_[bucket]; }
   int64_t bytes() const;

@@ -121,7 +121,7 @@ class ShardOptimizer {
   Ema* ema() { return ema_ ? &*ema_ : nullptr; }
   // Lets the average of a bucket follow its masters, if there is one, behind update().
   void follow_ema(int64_t bucket) {
-    if (ema_) ema_->follow(bucket, masters_->values(bucket));
+    if (ema_) ema_->update(bucket, masters_->values(bucket));
   }
   void restart_ema();
   // As write_working(), from the average. Masters that are in working rows are set aside until

@@ -8,7 +8,7 @@
 
 namespace zero {
 
-void SkipWatch::see(int64_t steps, int64_t skipped_steps) {
+void SkipWatch::record(int64_t steps, int64_t skipped_steps) {
   const int64_t updated = steps - std::exchange(steps_, steps);
   const int64_t skipped = skipped_steps - std::exchange(skipped_steps_, skipped_steps);
   if (updated != 0 || skipped < 0) in_a_row_ = 0;

@@ -15,7 +15,7 @@ class SkipWatch {
   SkipWatch(int64_t at_most, int rank) : at_most_(at_most), rank_(rank) {}
 
   // Goes on from the counts of a checkpoint, of which nothing is said.
-  void go_on(int64_t steps, int64_t skipped_steps) {
+  void resume_from(int64_t steps, int64_t skipped_steps) {
     steps_ = steps;
     skipped_steps_ = skipped_steps;
     in_a_row_ = 0;
@@ -24,7 +24,7 @@ class SkipWatch {
   // Takes the counts of steps so far; not every step need be seen. Warns once, on rank 0, at the
   // first skipped step, and throws c10::Error when more than `at_most` in a row were skipped; the
   // row then starts again.
-  void see(int64_t steps, int64_t skipped_steps);
+  void record(int64_t steps, int64_t skipped_steps);
 
  private:
   const int64_t at_most_;

@@ -49,21 +49,21 @@ void StepRecord::follow_loss_scale() {
 }
 
 void StepRecord::watch_skips() {
-  const auto see = [this](const StepCounts::Values& values) {
+  const auto record = [this](const StepCounts::Values& values) {
     const int64_t nonfinite = values.skipped_steps - values.left_out_steps;
-    skip_watch_.see(values.steps + values.left_out_steps, nonfinite);
+    skip_watch_.record(values.steps + values.left_out_steps, nonfinite);
   };
   // A dynamic scale has a limit of its own.
   if (scaler_.dynamic() || !skip_nonfinite_) return;
   if (!deferred_) {
-    see(counts_.read());
+    record(counts_.read());
     return;
   }
   // A copy that started kSampled steps ago has long arrived, so nothing waits; and all ranks read
   // the counts of the same step.
   constexpr int64_t kSampled = 16;
   if (calls_ % kSampled != 0 || is_capturing(device_)) return;
-  if (std::exchange(skips_fetched_, true)) see(counts_.fetched());
+  if (std::exchange(skips_fetched_, true)) record(counts_.fetched());
   counts_.fetch();
 }
 
@@ -73,8 +73,8 @@ void StepRecord::restore(const StepCounts::Values& counts, const LossScaler::Sta
   reducer_.set_scale(1.0 / scaler_.scale());
   counts_.write(counts);
   calls_ = counts.steps + counts.skipped_steps;
-  skip_watch_.go_on(counts.steps + counts.left_out_steps,
-                    counts.skipped_steps - counts.left_out_steps);
+  skip_watch_.resume_from(counts.steps + counts.left_out_steps,
+                          counts.skipped_steps - counts.left_out_steps);
   skips_fetched_ = false;
 }
 
