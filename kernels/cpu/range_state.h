@@ -6,6 +6,10 @@
 //
 // An update takes kStateBlock elements at a time: it decodes their state into buffers that stay in
 // the L1 cache, runs a loop over them, and encodes the buffers.
+//
+// P and W are as in range_update.h. M and V are what stored moments m and v are read through:
+// CodeBlock or BFloat16Block. kRoot says that an array is of second moments, of which kInt8 stores
+// the roots.
 #pragma once
 
 #include <cstdint>

@@ -3,6 +3,9 @@
 //
 // Private: the CPU loops of adam.h, sgd.h, lion.h and ema.h. Included once by
 // range_kernels_impl.h, for each instruction set.
+//
+// P is the type of masters: float, or int16_t for the lower halves of split_master.h, whose upper
+// halves are the working values. W is the type of working values, or NoWorking.
 #pragma once
 
 #include <cstddef>

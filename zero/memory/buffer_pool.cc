@@ -77,6 +77,8 @@ at::Tensor BufferPool::acquire(int64_t numel, c10::ScalarType dtype, Order order
   if (best != free_.end()) {
     const Free found = std::move(*best);
     free_.erase(best);
+    // Released on another stream: waits for the event there; behind joined(), which leaves none,
+    // for all that the stream has to do.
     if (found.capture == capture) {
       if (found.given && may_wait) found.given->block(current_torch_stream(device_));
       if (found.stream && !found.given) make_wait(current_torch_stream(device_), *found.stream);

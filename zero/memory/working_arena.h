@@ -26,10 +26,9 @@ class WorkingArena {
   // References must outlive the arena. Calls attach().
   WorkingArena(const Plan& plan, const ParameterTable& table, BufferPool& pool);
 
-  // In place: makes every parameter a view of its place, after copying its
-  // present values there if `keep_values`. Idempotent; restores views that were replaced.
-  // Else: gives back their memory order to parameters that were
-  // replaced; throws c10::Error when one is not dense.
+  // In place: makes every parameter a view of its place, after copying its present values there if
+  // `keep_values`. Idempotent; restores views that were replaced. Else: gives back their memory
+  // order to parameters that were replaced; throws c10::Error when one is not dense.
   void attach(bool keep_values = true);
 
   // The rows of a bucket in the arena's dtype, to be ended with publish(). In place: the memory of

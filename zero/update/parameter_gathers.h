@@ -36,7 +36,7 @@ class ParameterGathers {
   ParameterGathers(const Plan& plan, ParameterTable& table, WorkingArena& arena,
                    OptimizerCommunicators& comms, const ZeroOptions& options);
 
-  // The next buckets hold new parameters, whose versions change now.
+  // A new update begins: forgets which gathers may be late, and who has waited for them.
   void begin();
   // Keeps what the own row of `bucket` holds, before it changes, if its gather can send changes.
   // All ranks had the same row.
@@ -64,7 +64,9 @@ class ParameterGathers {
   void finish_that_of(const at::Tensor& parameter);
 
  private:
-  // The first stream that waited for a bucket, and when it had its parameters.
+  // The first stream that waited for a bucket, and when it had its parameters. A forward pass on
+  // stream 1 waits for the gather of a bucket, whose rows are copied to the parameters there; one
+  // on stream 2 finds no gather any more, and has to wait until stream 1 is `done` with that.
   struct Waited {
     c10::Stream by;
     c10::Event done;

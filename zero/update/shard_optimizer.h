@@ -38,8 +38,8 @@
 
 namespace zero {
 
-// What rounds moments at random where a kernel asks for the number of the parameter. Made of its
-// name, so that it is the same on ranks that hold other parameters beside it.
+// The seed by which the moments of a parameter are rounded, which kernels call its number: a hash
+// of its name, so that it is the same on ranks that hold other parameters beside it.
 int64_t noise_number(const std::string& name);
 
 class ShardOptimizer {
