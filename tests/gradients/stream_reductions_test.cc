@@ -83,8 +83,8 @@ constexpr int64_t kBuckets = 10;
 // Of ReducerOptions::update_in_backward. The pass has late work for each bucket that is sent, and
 // an update takes its time too.
 struct LateUpdates final : BucketUpdates {
-  void before_sending(int64_t bucket, bool whole) override {
-    EXPECT_TRUE(whole);
+  void before_sending(int64_t bucket, bool has_all_gradients) override {
+    EXPECT_TRUE(has_all_gradients);
     emulated::enqueue(current_torch_stream(device), [this, bucket] {
       std::this_thread::sleep_for(std::chrono::milliseconds(3));
       passed[bucket] = true;

@@ -34,12 +34,12 @@ EarlyShards::EarlyShards(const Plan& plan, const std::vector<DomainCommunicators
 void EarlyShards::before_sending(int64_t b, const OpenRound& round) {
   const std::vector<int64_t>& own = own_parameters_[b];
   // Then all ranks together have a gradient of each, whatever the others used.
-  const bool whole =
+  const bool has_all_gradients =
       !own.empty() && std::ranges::all_of(own, [&](int64_t p) { return round.has(p); });
   Communicator& ranks = ranks_of(b);
-  sent_ = {b, whole, std::nullopt};
+  sent_ = {b, has_all_gradients, std::nullopt};
   if (ranks.world_size() > 1) sent_.sums = queue_.sums(ranks, device_);
-  if (updates_ != nullptr) updates_->before_sending(b, whole);
+  if (updates_ != nullptr) updates_->before_sending(b, has_all_gradients);
   const c10::OptionalStreamGuard guard(sent_.sums);
   shards_[b] = pool_.acquire(plan_.buckets[b].rows.numel(ranks.rank()), dtype_);
 }
@@ -72,7 +72,7 @@ void EarlyShards::update_reduced() {
 void EarlyShards::finish(const SentBucket& reduced) {
   const c10::OptionalStreamGuard guard(reduced.sums);
   if (updates_ != nullptr) {
-    if (!reduced.whole) return;
+    if (!reduced.has_all_gradients) return;
     updates_->update(reduced.bucket);
     updated_[reduced.bucket] = 1;
   }

@@ -29,9 +29,9 @@ namespace zero {
 class BucketUpdates {
  public:
   virtual ~BucketUpdates() = default;
-  // For each bucket. If it is `whole`, this rank has gradients of all parameters of its row, and
-  // update() comes for it. The current stream is that of the backward pass.
-  virtual void before_sending(int64_t bucket, bool whole) = 0;
+  // For each bucket. If this rank `has_all_gradients` of its row, update() comes for it. The
+  // current stream is that of the backward pass.
+  virtual void before_sending(int64_t bucket, bool has_all_gradients) = 0;
   // GradientReducer::shard(bucket) is complete, or is on the current stream, which has waited for
   // what the backward pass had to do at before_sending().
   virtual void update(int64_t bucket) = 0;
@@ -60,7 +60,7 @@ class EarlyShards {
  private:
   struct SentBucket {
     int64_t bucket = 0;
-    bool whole = false;  // all of its own row have a gradient of this rank
+    bool has_all_gradients = false;                  // of this rank, for its row
     std::optional<c10::Stream> sums = std::nullopt;  // of its shard; none: the current one
   };
 

@@ -29,7 +29,7 @@ void EarlyUpdates::begin() {
   if (has_streams(device)) begun_on_ = current_torch_stream(device);
 }
 
-void EarlyUpdates::before_sending(int64_t bucket, bool whole) {
+void EarlyUpdates::before_sending(int64_t bucket, bool has_all_gradients) {
   const at::NoGradGuard no_grad;
   const NormalTensors normal;  // state that is made now outlives the pass
   parts_.comms.run_or_close([&] {
@@ -38,7 +38,7 @@ void EarlyUpdates::before_sending(int64_t bucket, bool whole) {
       const c10::Stream current = current_torch_stream(begun_on_->device());
       if (current != *begun_on_) make_wait(current, *begun_on_);
     }
-    if (whole) parts_.shards.prepare_early(bucket);
+    if (has_all_gradients) parts_.shards.prepare_early(bucket);
   });
   const Bucket& sent = parts_.plan.buckets[bucket];
   if (!parts_.plan.layout_of(sent).in_place()) return;

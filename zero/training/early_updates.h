@@ -52,7 +52,7 @@ class EarlyUpdates final : public BucketUpdates {
   // Makes them the inner optimizer's. Throws c10::Error where that cannot be done.
   void take_options();
 
-  void before_sending(int64_t bucket, bool whole) override;
+  void before_sending(int64_t bucket, bool has_all_gradients) override;
   void update(int64_t bucket) override;
 
  private:
