@@ -1,10 +1,17 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
+//
+// What generators of random programs draw, and the names of it that a failure prints.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <random>
 #include <vector>
+
+#include "bookkeeping/memory.h"
+#include "bookkeeping/plan.h"
+#include "tests/support/training.h"
 
 namespace zero {
 
@@ -14,7 +21,6 @@ struct Choice {
   int weight;
 };
 
-// What generators of random programs draw.
 class Draws {
  protected:
   explicit Draws(uint64_t seed) : random_(seed) {}
@@ -33,5 +39,22 @@ class Draws {
 
   std::mt19937_64 random_;
 };
+
+inline const char* name_of(Inner inner) {
+  constexpr const char* kNames[] = {"SGD",     "SGD with momentum", "AdamW", "Adam",
+                                    "RMSprop", "Adagrad",           "Lion",  "a class of its own",
+                                    "Muon",    "Muon in fp32",      "LAMB",  "Adafactor"};
+  return kNames[static_cast<size_t>(inner)];
+}
+
+inline const char* name_of(Layout layout) {
+  constexpr const char* kNames[] = {"contiguous", "per parameter", "whole parameters"};
+  return kNames[static_cast<size_t>(layout)];
+}
+
+inline const char* name_of(Moments moments) {
+  constexpr const char* kNames[] = {"fp32 moments", "bf16 moments", "8-bit moments"};
+  return kNames[static_cast<size_t>(moments)];
+}
 
 }  // namespace zero

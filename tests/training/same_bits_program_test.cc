@@ -14,12 +14,14 @@
 #include <filesystem>
 #include <iostream>
 #include <limits>
-#include <random>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/fuzz_seeds.h"
+#include "tests/training/draws.h"
 #include "tests/training/same_bits_run.h"
 #include "zero/checkpoint_options.h"
 
@@ -40,19 +42,19 @@ enum class Action {
 
 struct Event {
   Action action = Action::kStep;
-  int number = 0;        // of the step
-  size_t parameter = 0;  // of kFreeze, kUnfreeze and kResize
-  int64_t rows = 0;      // of kResize: how many
-  double norm_type = 0;  // of kStep: of the clip; 0: none
-  double largest = 0;    // of kStep: of clip_grad_value_(); 0: none
-  double rate = 0.01;    // of kStep
-  bool reads = false;    // of kStep: all gradients, before the clip
-  int64_t passes = 1;    // of kDropped and kModuleDropped: of each rank, where it has so many
-  bool has_values = false;
+  int number = 0;           // of the step
+  size_t parameter = 0;     // of kFreeze, kUnfreeze and kResize
+  int64_t rows = 0;         // of kResize: how many
+  bool has_values = false;  // of kResize
+  double norm_type = 0;     // of kStep: of the clip; 0: none
+  double largest = 0;       // of kStep: of clip_grad_value_(); 0: none
+  double rate = 0.01;       // of kStep
+  bool reads = false;       // of kStep: all gradients, before the clip
+  int64_t passes = 1;       // of kDropped and kModuleDropped: of each rank, where it has so many
 };
 
 // How events from `first` on are run; the ones before are loaded from a checkpoint.
-struct Part {
+struct Attempt {
   size_t first = 0;
   int world_size = 1;
   int ranks_per_machine = 0;
@@ -62,11 +64,12 @@ struct Part {
   int64_t bucket_bytes = 8192;
   bool overlap = false;
 };
+using Job = std::vector<Attempt>;
 
 struct Program {
   SameBitsCase c;
   std::vector<Event> events;
-  std::vector<std::vector<Part>> ways;
+  std::vector<Job> jobs;  // each makes all events
 };
 
 // What events have made of the parameters before one of them.
@@ -86,119 +89,154 @@ struct Shapes {
   }
 };
 
-Program draw(uint64_t seed) {
-  std::mt19937_64 generator(seed * 0x9E3779B97F4A7C15u + 5);
-  const auto below = [&](int64_t n) {
-    return static_cast<int64_t>(generator() % static_cast<uint64_t>(n));
-  };
-  const auto chance = [&](int64_t percent) { return below(100) < percent; };
-  Program p;
-  SameBitsCase& c = p.c;
-  c.micro_batches = 1 + below(9);
-  const Inner inners[] = {Inner::kAdamW, Inner::kAdamW, Inner::kSgdMomentum, Inner::kLion,
-                          Inner::kMuon,  Inner::kLamb,  Inner::kAdafactor};
-  c.inner = inners[below(7)];
-  const c10::ScalarType dtypes[] = {at::kFloat, at::kFloat, at::kBFloat16, at::kHalf};
-  c.dtype = dtypes[below(4)];
-  const bool fused =
-      c.inner == Inner::kAdamW || c.inner == Inner::kSgdMomentum || c.inner == Inner::kLion;
-  const bool split = fused && c.dtype == at::kBFloat16 && chance(40);
-  const bool stores_moments = fused || c.inner == Inner::kMuon;
-  if (stores_moments && chance(25))
-    c.options.moments(chance(50) ? Moments::kInt8 : Moments::kBFloat16);
-  c.options.split_masters(split);
-  if (chance(30)) c.options.ema(EmaOptions().decay(0.7));
-  if (chance(25)) c.options.reduction(Reduction::kSum);
-  if (c.dtype == at::kHalf) c.options.loss_scaler(LossScalerOptions().initial_scale(256));
-  if (chance(20)) c.options.protect(1 + below(2));
+class Generator : Draws {
+ public:
+  explicit Generator(uint64_t seed) : Draws(seed * 0x9E3779B97F4A7C15u + 5) {}
 
-  std::vector<size_t> frozen;
-  int number = 0;
-  const size_t count = 6 + static_cast<size_t>(below(6));
-  while (p.events.size() < count) {
-    Event e;
-    const bool must_step = !p.events.empty() && p.events.back().action == Action::kModuleDropped;
-    const int64_t kind = must_step ? 99 : below(100);
-    if (kind < 10) {
-      e.action = Action::kDropped;
-      e.passes = 1 + below(3);
-      e.number = 20;  // where no rank drops all
-    } else if (kind < 16) {
-      e.action = Action::kModuleDropped;
-      e.passes = c.micro_batches;
-      e.number = 20;
-    } else if (kind < 24 && fused) {
-      if (frozen.empty()) {
-        e.action = Action::kFreeze;
-        e.parameter = static_cast<size_t>(1 + below(5));
-        frozen.push_back(e.parameter);
-      } else {
-        e.action = Action::kUnfreeze;
-        e.parameter = frozen.back();
-        frozen.pop_back();
-      }
-    } else if (kind < 30 && fused) {
-      e.action = Action::kResize;
-      e.parameter = static_cast<size_t>(below(4));
-      if (std::count(frozen.begin(), frozen.end(), e.parameter) > 0) continue;
-      e.rows = 13 + below(100);
-      e.has_values = chance(60);
-    } else if (kind < 36 && c.options.ema()) {
-      e.action = Action::kAverage;
-    } else {
-      e.number = number++;
-      if (chance(50)) e.norm_type = chance(80) ? 2.0 : std::numeric_limits<double>::infinity();
-      if (chance(20)) e.largest = 0.05;
-      if (chance(30)) e.rate = 0.005;
-      e.reads = chance(40);
-      if (chance(10) && c.bad_step < 0) c.bad_step = e.number;
-    }
-    p.events.push_back(e);
+  Program draw() {
+    draw_case();
+    const size_t count = 6 + static_cast<size_t>(below(6));
+    while (p_.events.size() < count) p_.events.push_back(draw_event());
+    p_.jobs.push_back({draw_attempt(0)});
+    p_.jobs.push_back({draw_attempt(0), draw_attempt(1 + static_cast<size_t>(below(3)))});
+    if (percent(50)) p_.jobs[1].push_back(draw_attempt(p_.jobs[1].back().first + 2));
+    return std::move(p_);
   }
 
-  const auto draw_part = [&](size_t first) {
-    Part part;
-    const auto dropped = [&](size_t i) {
-      return i > 0 && i <= p.events.size() && p.events[i - 1].action == Action::kModuleDropped;
-    };
-    part.first = dropped(first) ? first + 1 : first;
-    part.world_size = static_cast<int>(1 + below(std::min<int64_t>(c.micro_batches, 5)));
-    if (part.world_size == 4 && chance(60)) part.ranks_per_machine = chance(70) ? 2 : 1;
-    const Wire wires[] = {Wire::kMemory, Wire::kMemory, Wire::kShared, Wire::kNative};
-    part.wire = wires[below(4)];
-    part.stage = 1 + below(2);
-    const Layout layouts[] = {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters};
-    part.layout = layouts[below(3)];
-    if (split && part.layout == Layout::kPerParameter) part.layout = Layout::kContiguous;
-    part.bucket_bytes = chance(70) ? 4096 + 512 * below(30) : int64_t{1} << 20;
-    part.overlap = chance(25);
-    return part;
-  };
-  p.ways.push_back({draw_part(0)});
-  p.ways.push_back({draw_part(0), draw_part(1 + static_cast<size_t>(below(3)))});
-  if (chance(50)) p.ways[1].push_back(draw_part(p.ways[1].back().first + 2));
-  return p;
+ private:
+  void draw_case() {
+    SameBitsCase& c = p_.c;
+    c.micro_batches = 1 + below(9);
+    c.inner = pick<Inner>({{Inner::kAdamW, 2},
+                           {Inner::kSgdMomentum, 1},
+                           {Inner::kLion, 1},
+                           {Inner::kMuon, 1},
+                           {Inner::kLamb, 1},
+                           {Inner::kAdafactor, 1}});
+    c.dtype = pick<c10::ScalarType>({{at::kFloat, 2}, {at::kBFloat16, 1}, {at::kHalf, 1}});
+    fused_ = c.inner == Inner::kAdamW || c.inner == Inner::kSgdMomentum || c.inner == Inner::kLion;
+    c.options.split_masters(fused_ && c.dtype == at::kBFloat16 && percent(40));
+    if ((fused_ || c.inner == Inner::kMuon) && percent(25)) {
+      c.options.moments(percent(50) ? Moments::kInt8 : Moments::kBFloat16);
+    }
+    if (percent(30)) c.options.ema(EmaOptions().decay(0.7));
+    if (percent(25)) c.options.reduction(Reduction::kSum);
+    if (c.dtype == at::kHalf) c.options.loss_scaler(LossScalerOptions().initial_scale(256));
+    if (percent(20)) c.options.protect(1 + below(2));
+  }
+
+  // A step follows where all of one was dropped.
+  bool is_dropped_before(size_t event) const {
+    return event > 0 && event <= p_.events.size() &&
+           p_.events[event - 1].action == Action::kModuleDropped;
+  }
+
+  Action draw_action() {
+    if (is_dropped_before(p_.events.size())) return Action::kStep;
+    // Of 100.
+    const int freeze = fused_ ? 8 : 0, resize = fused_ ? 6 : 0;
+    const int average = !p_.c.options.ema() ? 0 : fused_ ? 6 : 20;
+    return pick<Action>({{Action::kDropped, 10},
+                         {Action::kModuleDropped, 6},
+                         {frozen_ ? Action::kUnfreeze : Action::kFreeze, freeze},
+                         {Action::kResize, resize},
+                         {Action::kAverage, average},
+                         {Action::kStep, 84 - freeze - resize - average}});
+  }
+
+  Event draw_event() {
+    Event e;
+    e.action = draw_action();
+    switch (e.action) {
+      case Action::kDropped:
+      case Action::kModuleDropped:
+        e.passes = e.action == Action::kDropped ? 1 + below(3) : p_.c.micro_batches;
+        e.number = 20;  // where no rank drops all
+        break;
+      case Action::kFreeze:
+        frozen_ = e.parameter = static_cast<size_t>(1 + below(5));
+        break;
+      case Action::kUnfreeze:
+        e.parameter = *std::exchange(frozen_, std::nullopt);
+        break;
+      case Action::kResize:
+        do {
+          e.parameter = static_cast<size_t>(below(4));
+        } while (e.parameter == frozen_);
+        e.rows = 13 + below(100);
+        e.has_values = percent(60);
+        break;
+      case Action::kAverage:
+        break;
+      case Action::kStep:
+        draw_step(e);
+        break;
+    }
+    return e;
+  }
+
+  void draw_step(Event& e) {
+    e.number = steps_++;
+    if (percent(50)) e.norm_type = percent(80) ? 2.0 : std::numeric_limits<double>::infinity();
+    if (percent(20)) e.largest = 0.05;
+    if (percent(30)) e.rate = 0.005;
+    e.reads = percent(40);
+    if (percent(10) && p_.c.bad_step < 0) p_.c.bad_step = e.number;
+  }
+
+  Attempt draw_attempt(size_t first) {
+    Attempt a;
+    a.first = is_dropped_before(first) ? first + 1 : first;
+    a.world_size = static_cast<int>(1 + below(std::min<int64_t>(p_.c.micro_batches, 5)));
+    if (a.world_size == 4 && percent(60)) a.ranks_per_machine = percent(70) ? 2 : 1;
+    a.wire = pick<Wire>({{Wire::kMemory, 2}, {Wire::kShared, 1}, {Wire::kNative, 1}});
+    a.stage = 1 + below(2);
+    const bool split = p_.c.options.split_masters();
+    a.layout = pick<Layout>({{Layout::kContiguous, split ? 2 : 1},
+                             {Layout::kPerParameter, split ? 0 : 1},
+                             {Layout::kWholeParameters, 1}});
+    a.bucket_bytes = percent(70) ? 4096 + 512 * below(30) : int64_t{1} << 20;
+    a.overlap = percent(25);
+    return a;
+  }
+
+  Program p_;
+  bool fused_ = false;            // and may so freeze and resize parameters
+  std::optional<size_t> frozen_;  // this parameter
+  int steps_ = 0;
+};
+
+const char* name_of(Action action) {
+  constexpr const char* kNames[] = {"step",
+                                    "drop some micro-batches",
+                                    "drop all of them by the module",
+                                    "freeze",
+                                    "unfreeze",
+                                    "resize_rows",
+                                    "use_ema"};
+  return kNames[static_cast<size_t>(action)];
 }
 
 std::string describe(const Program& p) {
+  const ZeroOptions& o = p.c.options;
   std::ostringstream text;
-  text << p.c.micro_batches << " micro-batches, inner " << static_cast<int>(p.c.inner) << ", "
-       << p.c.dtype << ", moments " << static_cast<int>(p.c.options.moments()) << ", split "
-       << p.c.options.split_masters() << ", average " << p.c.options.ema().has_value() << ", sum "
-       << (p.c.options.reduction() == Reduction::kSum) << ", protect " << p.c.options.protect()
-       << ", bad step " << p.c.bad_step << "\n";
+  text << p.c.micro_batches << " micro-batches, " << name_of(p.c.inner) << ", " << p.c.dtype << ", "
+       << name_of(o.moments()) << (o.split_masters() ? ", split masters" : "")
+       << (o.ema() ? ", average" : "") << (o.reduction() == Reduction::kSum ? ", sum" : "")
+       << ", protect " << o.protect() << ", bad step " << p.c.bad_step << "\n";
   for (const Event& e : p.events) {
-    text << "  action " << static_cast<int>(e.action) << " number " << e.number << " parameter "
-         << e.parameter << " rows " << e.rows << " norm " << e.norm_type << " largest " << e.largest
-         << " rate " << e.rate << " reads " << e.reads << " passes " << e.passes << "\n";
+    text << "  " << name_of(e.action) << ", number " << e.number << ", parameter " << e.parameter
+         << ", rows " << e.rows << ", values " << e.has_values << ", norm " << e.norm_type
+         << ", largest " << e.largest << ", rate " << e.rate << ", reads " << e.reads << ", passes "
+         << e.passes << "\n";
   }
-  for (const auto& way : p.ways) {
-    text << "  way";
-    for (const Part& part : way) {
-      text << " (from " << part.first << ": " << part.world_size << " ranks, "
-           << part.ranks_per_machine << " on a machine, " << wire_name(part.wire) << ", stage "
-           << part.stage << ", layout " << static_cast<int>(part.layout) << ", "
-           << part.bucket_bytes << " bytes, overlap " << part.overlap << ")";
+  for (const Job& job : p.jobs) {
+    text << "  job";
+    for (const Attempt& a : job) {
+      text << " (from event " << a.first << ": " << a.world_size << " ranks, "
+           << a.ranks_per_machine << " on a machine, " << wire_name(a.wire) << ", stage " << a.stage
+           << ", " << name_of(a.layout) << ", " << a.bucket_bytes << " bytes"
+           << (a.overlap ? ", overlap" : "") << ")";
     }
     text << "\n";
   }
@@ -286,16 +324,18 @@ void run_event(SameBitsRun& r, const Event& e) {
   record_values(r, when);
 }
 
-Record run(const Program& program, const std::vector<Part>& way, const std::string& folder) {
+Record run(const Program& program, const Job& job, const std::string& folder) {
   Record result;
-  for (size_t k = 0; k < way.size(); ++k) {
-    const Part& part = way[k];
+  for (size_t k = 0; k < job.size(); ++k) {
+    const Attempt& attempt = job[k];
     const size_t events = program.events.size();
-    const size_t first = std::min(part.first, events);
-    const size_t end = k + 1 < way.size() ? std::min(way[k + 1].first, events) : events;
+    const size_t first = std::min(attempt.first, events);
+    const size_t end = k + 1 < job.size() ? std::min(job[k + 1].first, events) : events;
     SameBitsCase c = program.c;
-    c.options.stage(part.stage).bucket_bytes(part.bucket_bytes).overlap_gather(part.overlap);
-    c.options.layout(part.layout);
+    c.options.stage(attempt.stage)
+        .bucket_bytes(attempt.bucket_bytes)
+        .overlap_gather(attempt.overlap);
+    c.options.layout(attempt.layout);
     const Shapes shapes(program, first);
     std::vector<at::Tensor> initial = same_bits_values(c.dtype);
     for (size_t i = 0; i < initial.size(); ++i) {
@@ -305,20 +345,20 @@ Record run(const Program& program, const std::vector<Part>& way, const std::stri
     }
     JoinedState state;
     run_ranks(
-        part.world_size,
+        attempt.world_size,
         [&](const Group& group) {
           SameBitsRun r(group, c, initial, shapes.frozen);
           if (k > 0) r.optimizer->load_checkpoint(folder);
           for (size_t i = first; i < end; ++i) run_event(r, program.events[i]);
           r.optimizer->check_replicas();
-          if (k + 1 < way.size()) {
+          if (k + 1 < job.size()) {
             r.optimizer->save_checkpoint(folder, SaveOptions().overwrite(true));
           } else if (c.options.moments() == Moments::kFloat32) {
             state.add(r);
           }
           if (group.rank() == 0) result.insert(result.end(), r.record.begin(), r.record.end());
         },
-        on(part.wire, std::chrono::seconds(30), part.ranks_per_machine));
+        on(attempt.wire, std::chrono::seconds(30), attempt.ranks_per_machine));
     const Record joined = state.record();
     result.insert(result.end(), joined.begin(), joined.end());
   }
@@ -330,15 +370,15 @@ TEST(SameBitsProgramTest, OnEveryNumberOfRanks) {
   const Seeds seeds = chosen_seeds({1, kPrograms});
   const std::string folder = ::testing::TempDir() + "same_bits_program";
   for (uint64_t seed = seeds.first; seed < seeds.first + seeds.count; ++seed) {
-    const Program program = draw(seed);
+    const Program program = Generator(seed).draw();
     const std::string text = describe(program);
     if (seeds.count == 1) std::cout << text << std::flush;
     print_if_aborted(&text, std::chrono::seconds(60));
     try {
-      const Record one = run(program, {Part()}, folder);
-      for (const auto& way : program.ways) {
-        const std::string difference = first_difference(one, run(program, way, folder));
-        EXPECT_EQ(difference, "") << "way " << &way - program.ways.data() << " in " << text
+      const Record one = run(program, {Attempt()}, folder);
+      for (size_t j = 0; j < program.jobs.size(); ++j) {
+        const std::string difference = first_difference(one, run(program, program.jobs[j], folder));
+        EXPECT_EQ(difference, "") << "job " << j << " in " << text
                                   << "rerun with ZERO_FUZZ_SEED=" << seed;
       }
     } catch (const std::exception& error) {
