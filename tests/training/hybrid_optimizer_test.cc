@@ -35,9 +35,9 @@ using Names = std::vector<std::string>;
 constexpr int kSteps = 5;
 
 // A parameter of the whole model.
-struct Logical {
+struct MeshParameter {
   std::string name;
-  std::vector<int64_t> shape;
+  std::vector<int64_t> shape = {};
   size_t group = 0;        // parameter group
   Names cut = {};          // mesh dimensions over which its rows are split
   Names sees = {};         // data dimensions whose batches all pass through every rank (experts)
@@ -46,13 +46,13 @@ struct Logical {
 };
 
 struct JobShape {
-  std::string name;
-  std::vector<Mesh::Dimension> dimensions;
-  Names data;  // dimensions over which batches differ
-  Names home;  // of the optimizer's group
-  std::vector<Logical> parameters;
-  std::function<void(const Mesh&, ZeroOptions&)> place;
+  std::string name = {};
+  std::vector<Mesh::Dimension> dimensions = {};
+  Names data = {};            // dimensions over which batches differ
+  Names home = {};            // of the optimizer's group
   int ranks_per_machine = 0;  // 0: all
+  std::vector<MeshParameter> parameters = {};
+  std::function<void(const Mesh&, ZeroOptions&)> place = {};
 
   int ranks() const {
     int product = 1;
@@ -75,26 +75,26 @@ struct Coefficients {
   at::Tensor c, d;
 };
 
-Coefficients coefficients(const Logical& l, int step, int batch) {
-  const uint64_t seed = std::hash<std::string>()(l.name) % 1000 + 7919u * step + 104729u * batch;
-  return {random_tensor(l.shape, seed), random_tensor(l.shape, seed + 1)};
+Coefficients coefficients(const MeshParameter& p, int step, int batch) {
+  const uint64_t seed = std::hash<std::string>()(p.name) % 1000 + 7919u * step + 104729u * batch;
+  return {random_tensor(p.shape, seed), random_tensor(p.shape, seed + 1)};
 }
 
-bool uses(const Logical& l, int step, int batch) {
-  return !l.sometimes || (step % 2 == 1 && batch == 0);
+bool uses(const MeshParameter& p, int step, int batch) {
+  return !p.sometimes || (step % 2 == 1 && batch == 0);
 }
 
-at::Tensor part_of(const at::Tensor& whole, const Logical& l, const Mesh& mesh) {
-  const Group group = mesh.group(l.cut);
+at::Tensor part_of(const at::Tensor& whole, const MeshParameter& p, const Mesh& mesh) {
+  const Group group = mesh.group(p.cut);
   return whole.tensor_split(group.world_size())[group.rank()];
 }
 
-// The batches that pass through this rank's part of `l`.
-std::vector<int> batches_of(const JobShape& t, const Logical& l, const Mesh& mesh) {
+// The batches that pass through this rank's part of `p`.
+std::vector<int> batches_of(const JobShape& t, const MeshParameter& p, const Mesh& mesh) {
   std::vector<int> result{0};
   for (const Mesh::Dimension& d : t.dimensions) {
     if (!t.is_data(d.name)) continue;
-    const bool all = std::find(l.sees.begin(), l.sees.end(), d.name) != l.sees.end();
+    const bool all = std::find(p.sees.begin(), p.sees.end(), d.name) != p.sees.end();
     std::vector<int> next;
     for (const int batch : result) {
       for (int c = 0; c < d.size; ++c) {
@@ -106,8 +106,8 @@ std::vector<int> batches_of(const JobShape& t, const Logical& l, const Mesh& mes
   return result;
 }
 
-at::Tensor initial(const Logical& l) {
-  return random_tensor(l.shape, std::hash<std::string>()(l.name) % 997) * 0.5;
+at::Tensor initial(const MeshParameter& p) {
+  return random_tensor(p.shape, std::hash<std::string>()(p.name) % 997) * 0.5;
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
@@ -131,42 +131,42 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
 
 size_t group_count(const JobShape& t) {
   size_t count = 0;
-  for (const Logical& l : t.parameters) count = std::max(count, l.group + 1);
+  for (const MeshParameter& p : t.parameters) count = std::max(count, p.group + 1);
   return count;
 }
 
 // This rank's part of the model.
 struct Local {
   torch::nn::Module module;
-  std::vector<const Logical*> logical;
+  std::vector<const MeshParameter*> parameters;
   std::vector<at::Tensor> tensors;
   std::vector<std::vector<at::Tensor>> groups;
 
   Local(const JobShape& t, const Mesh& mesh, c10::ScalarType dtype) : groups(group_count(t)) {
-    for (const Logical& l : t.parameters) {
-      if (l.stage >= 0 && l.stage != mesh.coordinate("pp")) continue;
+    for (const MeshParameter& p : t.parameters) {
+      if (p.stage >= 0 && p.stage != mesh.coordinate("pp")) continue;
       // The first rank of a domain and its replicas sends its values to the others.
       bool first = true;
       for (const std::string& d : t.data) {
-        const bool cut = std::find(l.cut.begin(), l.cut.end(), d) != l.cut.end();
+        const bool cut = std::find(p.cut.begin(), p.cut.end(), d) != p.cut.end();
         first = first && (cut || mesh.coordinate(d) == 0);
       }
-      const at::Tensor value = part_of(initial(l), l, mesh).clone() * (first ? 1.0 : 5.0);
-      tensors.push_back(module.register_parameter(l.name, value.to(dtype)));
-      logical.push_back(&l);
-      groups[l.group].push_back(tensors.back());
+      const at::Tensor value = part_of(initial(p), p, mesh).clone() * (first ? 1.0 : 5.0);
+      tensors.push_back(module.register_parameter(p.name, value.to(dtype)));
+      parameters.push_back(&p);
+      groups[p.group].push_back(tensors.back());
     }
   }
 
   at::Tensor loss(const JobShape& t, const Mesh& mesh, int step) const {
     at::Tensor sum = at::zeros({});
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const Logical& l = *logical[i];
-      for (const int batch : batches_of(t, l, mesh)) {
-        if (!uses(l, step, batch)) continue;
-        const Coefficients k = coefficients(l, step, batch);
-        const at::Tensor p = tensors[i].to(at::kFloat);
-        sum = sum + (part_of(k.c, l, mesh) * p + part_of(k.d, l, mesh) * p * p * 0.5).sum();
+      const MeshParameter& p = *parameters[i];
+      for (const int batch : batches_of(t, p, mesh)) {
+        if (!uses(p, step, batch)) continue;
+        const Coefficients k = coefficients(p, step, batch);
+        const at::Tensor x = tensors[i].to(at::kFloat);
+        sum = sum + (part_of(k.c, p, mesh) * x + part_of(k.d, p, mesh) * x * x * 0.5).sum();
       }
     }
     return sum;
@@ -181,9 +181,9 @@ struct Reference {
 Reference train_whole(const JobShape& t, bool adam, std::optional<double> max_norm) {
   std::vector<at::Tensor> tensors;
   std::vector<std::vector<at::Tensor>> groups(group_count(t));
-  for (const Logical& l : t.parameters) {
-    tensors.push_back(initial(l));
-    groups[l.group].push_back(tensors.back());
+  for (const MeshParameter& p : t.parameters) {
+    tensors.push_back(initial(p));
+    groups[p.group].push_back(tensors.back());
   }
   const auto optimizer = make_optimizer(groups, adam);
   Reference reference;
@@ -250,9 +250,9 @@ Largest train_in_parts(const JobShape& t, const Mesh& mesh, bool adam,
     optimizer.step();
     largest.control_messages = optimizer.stats().control.small_calls - before.control.small_calls;
     for (size_t i = 0; i < local.tensors.size(); ++i) {
-      const Logical& l = *local.logical[i];
-      const at::Tensor& whole = reference.values[step].at(l.name);
-      raise(largest.value, error_of(local.tensors[i].detach(), part_of(whole, l, mesh)));
+      const MeshParameter& p = *local.parameters[i];
+      const at::Tensor& whole = reference.values[step].at(p.name);
+      raise(largest.value, error_of(local.tensors[i].detach(), part_of(whole, p, mesh)));
     }
   }
   optimizer.check_replicas();
@@ -264,126 +264,136 @@ GroupPlacement expert(const Mesh& mesh, const Names& reduce, int64_t batches) {
   return GroupPlacement().sharded_over(mesh.group(reduce)).averaged_over(batches);
 }
 
+GroupPlacement replicated(const Mesh& mesh, const Names& over) {
+  return GroupPlacement().replicated_over(mesh.group(over));
+}
+
 std::vector<JobShape> topologies() {
-  const std::vector<Logical> dense{
-      {"a", {7, 5}, 0}, {"b", {13}, 1}, {"s", {3, 3}, 1, {}, {}, -1, true}};
-  const auto with = [&](const std::vector<Logical>& more) {
-    std::vector<Logical> list = dense;
-    list.insert(list.end(), more.begin(), more.end());
-    return list;
+  const std::vector<MeshParameter> dense{
+      {.name = "a", .shape = {7, 5}},
+      {.name = "b", .shape = {13}, .group = 1},
+      {.name = "s", .shape = {3, 3}, .group = 1, .sometimes = true}};
+  std::vector<MeshParameter> with_experts = dense;
+  with_experts.push_back(
+      {.name = "e", .shape = {6, 11}, .group = 2, .cut = {"ep"}, .sees = {"ep"}});
+  with_experts.push_back(
+      {.name = "f", .shape = {4, 3}, .group = 2, .cut = {"ep"}, .sees = {"ep"}, .sometimes = true});
+  const auto replicate_both = [](const Mesh& mesh, ZeroOptions& options) {
+    const GroupPlacement copies = replicated(mesh, {"rep"});
+    options.mesh_group(mesh.all()).placement(0, copies).placement(1, copies);
   };
-  const std::vector<Logical> experts{{"e", {6, 11}, 2, {"ep"}, {"ep"}},
-                                     {"f", {4, 3}, 2, {"ep"}, {"ep"}, -1, true}};
-  std::vector<JobShape> list;
-  list.push_back({"replicate 2 x shard 2",
-                  {{"rep", 2}, {"shard", 2}},
-                  {"rep", "shard"},
-                  {"shard"},
-                  dense,
-                  [](const Mesh& mesh, ZeroOptions& options) {
-                    const auto copies = GroupPlacement().replicated_over(mesh.group({"rep"}));
-                    options.mesh_group(mesh.all()).placement(0, copies).placement(1, copies);
-                  }});
-  list.push_back({"replicate 3 x shard 2",
-                  {{"rep", 3}, {"shard", 2}},
-                  {"rep", "shard"},
-                  {"shard"},
-                  dense,
-                  list[0].place});
-  list.push_back({"expert data 2 x expert 2",
-                  {{"edp", 2}, {"ep", 2}},
-                  {"edp", "ep"},
-                  {"edp", "ep"},
-                  with(experts),
-                  [](const Mesh& mesh, ZeroOptions& options) {
-                    options.placement(2, expert(mesh, {"edp"}, 4));
-                  }});
-  list.push_back({"replicate 2 x expert data 2 x expert 2",
-                  {{"rep", 2}, {"edp", 2}, {"ep", 2}},
-                  {"rep", "edp", "ep"},
-                  {"edp", "ep"},
-                  with(experts),
-                  [](const Mesh& mesh, ZeroOptions& options) {
-                    const Group rep = mesh.group({"rep"});
-                    options.mesh_group(mesh.all());
-                    options.placement(0, GroupPlacement().replicated_over(rep));
-                    options.placement(1, GroupPlacement().replicated_over(rep));
-                    options.placement(2, expert(mesh, {"edp"}, 8).replicated_over(rep));
-                  }});
-  list.push_back({"pipeline 2 x data 2",
-                  {{"pp", 2}, {"dp", 2}},
-                  {"dp"},
-                  {"dp"},
-                  {{"a", {7, 5}, 0, {}, {}, 0},
-                   {"b", {13}, 1, {}, {}, 0},
-                   {"c", {2, 9}, 0, {}, {}, 1},
-                   {"d", {5}, 1, {}, {}, 1},
-                   {"e", {31}, 1, {}, {}, 1, true}},
-                  [](const Mesh& mesh, ZeroOptions& options) { options.mesh_group(mesh.all()); }});
-  list.push_back(
-      {"data 2 x tensor 2",
-       {{"dp", 2}, {"tp", 2}},
-       {"dp"},
-       {"dp"},
-       {{"m", {7, 5}, 0, {"tp"}}, {"n", {13}, 1}, {"o", {6, 6}, 0, {"tp"}, {}, -1, true}},
-       [](const Mesh& mesh, ZeroOptions& options) {
-         options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2));
-       }});
-  list.push_back(
-      {"pipeline 2 x data 2 x tensor 2, tied",
-       {{"pp", 2}, {"dp", 2}, {"tp", 2}},
-       {"dp"},
-       {"dp"},
-       {{"m", {7, 5}, 0, {"tp"}, {}, 0},
-        {"n", {9, 4}, 0, {"tp"}, {}, 1},
-        {"v", {13}, 1},
-        {"w", {3}, 1}},
-       [](const Mesh& mesh, ZeroOptions& options) {
-         // "v" and "w" are on both stages: the first one counts them.
-         const bool first = mesh.coordinate("pp") == 0;
-         options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2).owner(first));
-       }});
-  // The middle copy is on two machines, and the others are on one each.
-  list.push_back({"replicate 3 x shard 4, 6 ranks a machine",
-                  {{"rep", 3}, {"shard", 4}},
-                  {"rep", "shard"},
-                  {"shard"},
-                  {{"a", {8}}, {"b", {8}}, {"c", {8}}, {"d", {8}}},
-                  [](const Mesh& mesh, ZeroOptions& options) {
-                    const auto copies = GroupPlacement().replicated_over(mesh.group({"rep"}));
-                    options.mesh_group(mesh.all()).placement(0, copies);
-                  },
-                  6});
-  // Ranks with one copy of "a" and "z" have different places in "m", of which one row is empty.
-  list.push_back({"replicate 4, and shard 2 x replicate 2",
-                  {{"shard", 2}, {"rep", 2}},
-                  {"shard", "rep"},
-                  {"shard", "rep"},
-                  {{"a", {16, 4}, 0}, {"m", {4, 4}, 1}, {"z", {16, 4}, 0}},
-                  [](const Mesh& mesh, ZeroOptions& options) {
-                    const auto copies = [&](const Names& reduce, const Names& replicate) {
-                      return GroupPlacement()
-                          .sharded_over(mesh.group(reduce))
-                          .replicated_over(mesh.group(replicate));
-                    };
-                    options.placement(0, copies({}, {"shard", "rep"}))
-                        .placement(1, copies({"shard"}, {"rep"}))
-                        .layout(1, Layout::kWholeParameters);
-                  }});
-  // Every tensor-parallel rank has "b", whose first copy alone counts in the norm.
-  list.push_back({"data 2 x tensor 2, replicate and one owner",
-                  {{"dp", 2}, {"tp", 2}},
-                  {"dp"},
-                  {"dp"},
-                  {{"m", {8, 5}, 0, {"tp"}}, {"n", {13}, 1}, {"b", {4, 3}, 2}},
-                  [](const Mesh& mesh, ZeroOptions& options) {
-                    const auto copies = GroupPlacement().replicated_over(mesh.group({"tp"}));
-                    const bool first = mesh.coordinate("tp") == 0;
-                    options.mesh_group(mesh.all())
-                        .placement(1, copies)
-                        .placement(2, GroupPlacement().owner(first));
-                  }});
-  return list;
+  return {
+      {.name = "replicate 2 x shard 2",
+       .dimensions = {{"rep", 2}, {"shard", 2}},
+       .data = {"rep", "shard"},
+       .home = {"shard"},
+       .parameters = dense,
+       .place = replicate_both},
+      {.name = "replicate 3 x shard 2",
+       .dimensions = {{"rep", 3}, {"shard", 2}},
+       .data = {"rep", "shard"},
+       .home = {"shard"},
+       .parameters = dense,
+       .place = replicate_both},
+      {.name = "expert data 2 x expert 2",
+       .dimensions = {{"edp", 2}, {"ep", 2}},
+       .data = {"edp", "ep"},
+       .home = {"edp", "ep"},
+       .parameters = with_experts,
+       .place = [](const Mesh& mesh,
+                   ZeroOptions& options) { options.placement(2, expert(mesh, {"edp"}, 4)); }},
+      {.name = "replicate 2 x expert data 2 x expert 2",
+       .dimensions = {{"rep", 2}, {"edp", 2}, {"ep", 2}},
+       .data = {"rep", "edp", "ep"},
+       .home = {"edp", "ep"},
+       .parameters = with_experts,
+       .place =
+           [=](const Mesh& mesh, ZeroOptions& options) {
+             replicate_both(mesh, options);
+             options.placement(2, expert(mesh, {"edp"}, 8).replicated_over(mesh.group({"rep"})));
+           }},
+      {.name = "pipeline 2 x data 2",
+       .dimensions = {{"pp", 2}, {"dp", 2}},
+       .data = {"dp"},
+       .home = {"dp"},
+       .parameters = {{.name = "a", .shape = {7, 5}, .stage = 0},
+                      {.name = "b", .shape = {13}, .group = 1, .stage = 0},
+                      {.name = "c", .shape = {2, 9}, .stage = 1},
+                      {.name = "d", .shape = {5}, .group = 1, .stage = 1},
+                      {.name = "e", .shape = {31}, .group = 1, .stage = 1, .sometimes = true}},
+       .place = [](const Mesh& mesh, ZeroOptions& options) { options.mesh_group(mesh.all()); }},
+      {.name = "data 2 x tensor 2",
+       .dimensions = {{"dp", 2}, {"tp", 2}},
+       .data = {"dp"},
+       .home = {"dp"},
+       .parameters = {{.name = "m", .shape = {7, 5}, .cut = {"tp"}},
+                      {.name = "n", .shape = {13}, .group = 1},
+                      {.name = "o", .shape = {6, 6}, .cut = {"tp"}, .sometimes = true}},
+       .place =
+           [](const Mesh& mesh, ZeroOptions& options) {
+             options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2));
+           }},
+      {.name = "pipeline 2 x data 2 x tensor 2, tied",
+       .dimensions = {{"pp", 2}, {"dp", 2}, {"tp", 2}},
+       .data = {"dp"},
+       .home = {"dp"},
+       .parameters = {{.name = "m", .shape = {7, 5}, .cut = {"tp"}, .stage = 0},
+                      {.name = "n", .shape = {9, 4}, .cut = {"tp"}, .stage = 1},
+                      {.name = "v", .shape = {13}, .group = 1},
+                      {.name = "w", .shape = {3}, .group = 1}},
+       .place =
+           [](const Mesh& mesh, ZeroOptions& options) {
+             // "v" and "w" are on both stages: the first one counts them.
+             const bool first = mesh.coordinate("pp") == 0;
+             options.mesh_group(mesh.all()).placement(1, GroupPlacement().copies(2).owner(first));
+           }},
+      // The middle copy is on two machines, and the others are on one each.
+      {.name = "replicate 3 x shard 4, 6 ranks a machine",
+       .dimensions = {{"rep", 3}, {"shard", 4}},
+       .data = {"rep", "shard"},
+       .home = {"shard"},
+       .ranks_per_machine = 6,
+       .parameters = {{.name = "a", .shape = {8}},
+                      {.name = "b", .shape = {8}},
+                      {.name = "c", .shape = {8}},
+                      {.name = "d", .shape = {8}}},
+       .place =
+           [](const Mesh& mesh, ZeroOptions& options) {
+             options.mesh_group(mesh.all()).placement(0, replicated(mesh, {"rep"}));
+           }},
+      // Ranks with one copy of "a" and "z" have different places in "m", of which one row is empty.
+      {.name = "replicate 4, and shard 2 x replicate 2",
+       .dimensions = {{"shard", 2}, {"rep", 2}},
+       .data = {"shard", "rep"},
+       .home = {"shard", "rep"},
+       .parameters = {{.name = "a", .shape = {16, 4}},
+                      {.name = "m", .shape = {4, 4}, .group = 1},
+                      {.name = "z", .shape = {16, 4}}},
+       .place =
+           [](const Mesh& mesh, ZeroOptions& options) {
+             options.placement(0, replicated(mesh, {"shard", "rep"}).sharded_over(mesh.group({})))
+                 .placement(1, replicated(mesh, {"rep"}).sharded_over(mesh.group({"shard"})))
+                 .layout(1, Layout::kWholeParameters);
+           }},
+      // Every tensor-parallel rank has "b", whose first copy alone counts in the norm.
+      {.name = "data 2 x tensor 2, replicate and one owner",
+       .dimensions = {{"dp", 2}, {"tp", 2}},
+       .data = {"dp"},
+       .home = {"dp"},
+       .parameters = {{.name = "m", .shape = {8, 5}, .cut = {"tp"}},
+                      {.name = "n", .shape = {13}, .group = 1},
+                      {.name = "b", .shape = {4, 3}, .group = 2}},
+       .place = [](const Mesh& mesh, ZeroOptions& options) {
+         const bool first = mesh.coordinate("tp") == 0;
+         options.mesh_group(mesh.all())
+             .placement(1, replicated(mesh, {"tp"}))
+             .placement(2, GroupPlacement().owner(first));
+       }}};
+}
+
+JobShape topology(const std::string& name) {
+  const std::vector<JobShape> all = topologies();
+  return *std::ranges::find(all, name, &JobShape::name);
 }
 
 TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
@@ -428,9 +438,9 @@ TEST(HybridOptimizerTest, EveryTopologyEqualsOneProcess) {
 
 // Shards have no copies there, which are summed in collective calls alone.
 TEST(HybridOptimizerTest, UpdatesInTheBackwardPassHaveTheBitsOfUpdatesInTheStep) {
-  const auto all = topologies();
-  for (const size_t i : {2, 4, 5, 6}) {
-    const JobShape& t = all[i];
+  for (const char* name : {"expert data 2 x expert 2", "pipeline 2 x data 2", "data 2 x tensor 2",
+                           "pipeline 2 x data 2 x tensor 2, tied"}) {
+    const JobShape t = topology(name);
     for (const Layout layout :
          {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
       run_ranks(
@@ -452,7 +462,7 @@ TEST(HybridOptimizerTest, UpdatesInTheBackwardPassHaveTheBitsOfUpdatesInTheStep)
               in_backward.step();
               for (size_t p = 0; p < early.tensors.size(); ++p) {
                 EXPECT_TRUE(at::equal(early.tensors[p], late.tensors[p]))
-                    << t.name << ", " << early.logical[p]->name << ", step " << step;
+                    << t.name << ", " << early.parameters[p]->name << ", step " << step;
               }
             }
             in_backward.check_replicas();
@@ -483,9 +493,9 @@ void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int b
       optimizer.step();
       EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
       for (size_t i = 0; i < before.size(); ++i) {
-        const bool unused = local.logical[i]->sometimes && step != 1;
+        const bool unused = local.parameters[i]->sometimes && step != 1;
         EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
-            << t.name << " " << local.logical[i]->name << " step " << step;
+            << t.name << " " << local.parameters[i]->name << " step " << step;
       }
     }
     EXPECT_EQ(optimizer.loss_scale(), dtype == at::kHalf ? scale / 2 : scale);
@@ -502,7 +512,7 @@ TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
 
 // Stages scale alike even where only one has fp16 parameters.
 TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
-  const JobShape t = topologies()[4];
+  const JobShape t = topology("pipeline 2 x data 2");
   run_ranks(4, [&](const Group& world) {
     const Mesh mesh(world, t.dimensions);
     Local local(t, mesh, mesh.coordinate("pp") == 1 ? at::kHalf : at::kFloat);
@@ -515,7 +525,7 @@ TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
 }
 
 TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
-  const JobShape t = topologies()[2];
+  const JobShape t = topology("expert data 2 x expert 2");
   run_ranks(4, [&](const Group& world) {
     const Mesh mesh(world, t.dimensions);
     Local local(t, mesh, at::kBFloat16);
@@ -526,13 +536,13 @@ TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
     optimizer.check_replicas();
     if (world.rank() == 3) local.tensors[3].detach()[0][0] += 1;
     const std::string text = zero::error_of([&] { optimizer.check_replicas(); });
-    expect_words(text, {"rank " + std::to_string(world.rank()) + ": ", local.logical[3]->name,
+    expect_words(text, {"rank " + std::to_string(world.rank()) + ": ", local.parameters[3]->name,
                         "expected the same values on every rank", "hold hash"});
     EXPECT_EQ(text.find("the optimizer was not made"), std::string::npos) << text;
     // Which is an edit in place as well, of one rank.
     expect_words(
         zero::error_of([&] { optimizer.save_checkpoint(::testing::TempDir() + "/hybrid"); }),
-        {"rank 3: parameter " + local.logical[3]->name, "edited in place"});
+        {"rank 3: parameter " + local.parameters[3]->name, "edited in place"});
   });
 }
 
@@ -555,7 +565,7 @@ void expect_refused(const JobShape& t, const std::string& part) {
 }
 
 TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
-  JobShape t = topologies()[2];
+  JobShape t = topology("expert data 2 x expert 2");
   t.place = [](const Mesh& mesh, ZeroOptions& o) { o.placement(3, expert(mesh, {"edp"}, 4)); };
   expect_refused(t, "one of the 3 groups");
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
@@ -586,7 +596,10 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   expect_refused(t, "mesh_group()");
   // All ranks share everything, in another order on rank 1: it would wait for a place that is
   // taken.
-  t = {"", {{"s", 4}}, {"s"}, {"s"}, {{"a", {7, 5}}}, {}};
+  t = {.dimensions = {{"s", 4}},
+       .data = {"s"},
+       .home = {"s"},
+       .parameters = {{.name = "a", .shape = {7, 5}}}};
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
     std::vector<int> order{0, 1, 2, 3};
     if (mesh.all().rank() == 1) std::swap(order[0], order[1]);
@@ -594,7 +607,7 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   };
   expect_refused(t, "in the order of ranks");
   // Copies of groups {0, 1} and {2, 3}: of all parameters, or of some.
-  t = topologies()[0];
+  t = topology("replicate 2 x shard 2");
   for (const bool all : {true, false}) {
     t.place = [all](const Mesh& mesh, ZeroOptions& o) {
       const bool outer = mesh.all().rank() % 3 == 0;
@@ -607,7 +620,10 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   }
   // Copies of one place each, of groups {0, 1}, {2, 3}, {4, 5} and {6, 7}: the first row of {0, 1}
   // has one in {2, 3}, and the second in {4, 5}.
-  t = {"", {{"g", 4}, {"s", 2}}, {"g", "s"}, {"s"}, {{"a", {7, 5}}}, {}};
+  t = {.dimensions = {{"g", 4}, {"s", 2}},
+       .data = {"g", "s"},
+       .home = {"s"},
+       .parameters = {{.name = "a", .shape = {7, 5}}}};
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
     for (const auto& ranks : std::vector<std::vector<int>>{{0, 2}, {4, 6}, {1, 5}, {3, 7}}) {
       if (std::ranges::count(ranks, mesh.all().rank()) == 0) continue;
@@ -626,7 +642,7 @@ TEST(HybridOptimizerTest, PlacementsThatCannotWorkAreRefusedOnEveryRank) {
   };
   expect_refused(t, "expected the same on all its ranks, got another or none");
   // The copies of rank 1's shards begin with rank 3, and those of rank 0's with rank 0.
-  t = topologies()[0];
+  t = topology("replicate 2 x shard 2");
   t.place = [](const Mesh& mesh, ZeroOptions& o) {
     const bool first = mesh.coordinate("shard") == 0;
     const auto ranks = first ? std::vector<int>{0, 2} : std::vector<int>{3, 1};
