@@ -26,6 +26,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -44,6 +45,16 @@ constexpr int kEvery = 3;
 constexpr int kPauseMicroseconds = 1500000;
 constexpr int kTries = 3;  // of recover(), which another death may disturb
 
+// The letters of a death.
+constexpr char kBeforeStep = 'k', kInBackward = 'b', kInRecovery = 'r', kJoined = 'j';
+constexpr char kStopped = 's', kAtMessage = 'm', kPausedAtMessage = 'p';
+
+struct Death {
+  int rank = 0;
+  int number = 0;  // of a step or a message
+  char how = 0;
+};
+
 struct Job {
   int ranks = 0;
   int ranks_per_machine = 0;  // 0: found
@@ -55,7 +66,7 @@ struct Job {
   int to = 0;
   std::string folder;
   std::chrono::milliseconds timeout{};
-  std::vector<std::string> deaths;
+  std::vector<Death> deaths;
 };
 
 void say(int rank, const std::string& text) {
@@ -63,24 +74,24 @@ void say(int rank, const std::string& text) {
   std::fflush(stdout);
 }
 
-class Death {
+// The deaths of this rank.
+class Deaths {
  public:
-  Death(const Job& job, int rank) : job_(job), rank_(rank) {}
+  Deaths(const Job& job, int rank) : job_(job), rank_(rank) {}
 
   void at(int step, char how) const {
-    const std::string own = std::to_string(rank_) + "@" + std::to_string(step) + how;
-    for (const std::string& death : job_.deaths) {
-      if (death != own) continue;
-      how == 's' ? stop() : die();
+    for (const Death& death : job_.deaths) {
+      if (death.rank != rank_ || death.number != step || death.how != how) continue;
+      how == kStopped ? stop() : die();
     }
   }
   // Between the two, messages count.
   void begin_messages() const {
-    const std::string own = std::to_string(rank_) + "@";
-    for (const std::string& death : job_.deaths) {
-      if (!death.starts_with(own) || (!death.ends_with('m') && !death.ends_with('p'))) continue;
-      last = std::stoi(death.substr(own.size()));
-      pauses = death.ends_with('p');
+    for (const Death& death : job_.deaths) {
+      if (death.rank != rank_ || (death.how != kAtMessage && death.how != kPausedAtMessage))
+        continue;
+      last = death.number;
+      pauses = death.how == kPausedAtMessage;
     }
     zero::message_probe = [](const std::string& what) {
       // How many beats there are is a matter of time.
@@ -147,123 +158,159 @@ int memories_of_others() {
   return count;
 }
 
-int train(const Job& job) {
+zero::InitOptions init_options(const Job& job) {
   zero::InitOptions init;
   init.timeout = job.timeout;
   init.device = at::kCPU;
   if (job.ranks_per_machine > 0) {
     init.topology = zero::Topology::of_equal_machines(job.ranks, job.ranks_per_machine);
   }
-  const zero::Group group = zero::init_process_group(init);
-  // As a program with two optimizers may have it.
-  const zero::Group second = zero::init_process_group(init);
-  const int rank = group.rank();
-  const Death death(job, rank);
-  // As a program may have one, which does not learn of the deaths.
-  std::unique_ptr<zero::Communicator> idle;
-  if (!group.joins() && group.world_size() > 1) {
-    idle = second.make_communicator("idle", zero::Purpose::kData);
-  }
-  const std::string fewer = job.folder + "/fewer";
-  if (group.joins()) {
-    while (job.late && access(fewer.c_str(), F_OK) != 0) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    }
-    death.begin_messages();
-  }
-  zero::Training training;
-  training.inner = job.inner;
-  training.max_norm = 0.7;
-  training.options.stage(job.stage).bucket_bytes(900).protect(kEvery);
-  zero::CheckpointRun run(training, group, static_cast<uint64_t>(1 + job.from + rank * job.from));
-  if (job.from > 0) {
-    run.optimizer->load_checkpoint(job.folder + "/step-" + std::to_string(job.from));
-  }
-  int step = job.from;
-  const auto say_recovered = [&](int64_t from, Clock::duration took) {
-    const zero::Group& now = run.optimizer->group();
-    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(took).count();
-    say(rank, c10::str(now.name(), " at step ", step, " from step ", from, " as rank ", now.rank(),
-                       " of ", now.world_size(), " in ", ms, " ms, ", Death::end_messages(),
-                       " messages"));
-  };
-  const auto count_up = [&] {  // as run.train() does after step()
-    at::NoGradGuard no_grad;
-    if (step > 0) run.model->counter.add_(1);
-  };
-  if (group.joins()) {
-    const zero::Stats stats = run.optimizer->stats();
-    step = static_cast<int>(stats.steps + stats.skipped_steps);
-    // Its options are those of construction, and run.train() counts from them.
-    for (auto& g : run.optimizer->param_groups()) {
-      for (int i = 0; i < step; ++i) g.options().set_lr(g.options().get_lr() * 0.95);
-    }
-    count_up();
-    say_recovered(step, {});
-    death.at(0, 'j');
-  }
-  const auto is_done = [&] {
-    const bool whole = run.optimizer->group().world_size() == job.ranks;
-    return step >= job.to && (whole || job.replacements == 0);
-  };
-  run.model->trunk->bias.register_hook([&](const at::Tensor&) { death.at(step, 'b'); });
-  const auto save = [&] {
-    run.optimizer->save_checkpoint(job.folder + "/step-" + std::to_string(step),
-                                   zero::SaveOptions().overwrite(true));
-    const zero::Snapshot snapshot = run.snapshot();
-    if (run.optimizer->group().rank() != 0) return;
-    zero::write_snapshot(snapshot, job.folder + "/state-" + std::to_string(step));
-    death.wake_others();
-  };
-  while (true) {
-    try {
-      if (is_done()) {
-        save();
-        break;
-      }
-      // A process takes its time to start.
-      if (step >= job.to) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      death.at(step, 'k');
-      death.at(step, 's');
-      run.train(step, step + 1);
-      ++step;
-      if (run.optimizer->group().world_size() < job.ranks) std::ofstream{fewer};
-    } catch (const zero::CommunicationError& error) {
-      say(rank, "failed: " + std::string(error.what_without_backtrace()));
-      death.at(step, 'r');
-      const auto start = Clock::now();
-      death.begin_messages();
-      const zero::RecoveryReport report = recover(*run.optimizer, job.folder, rank);
-      const int from = std::exchange(step, static_cast<int>(report.steps));
-      count_up();
-      say_recovered(from, Clock::now() - start);
-    }
-  }
-  say(rank, c10::str("done after step ", step));
-  say(rank, c10::str("has mapped the memory of ", memories_of_others(), " others"));
-  return 0;
+  return init;
 }
 
-int program(int argc, char** argv) {
-  if (argc < 8) return 2;
+// A rank of the job, from its start or from when it joins.
+class Rank {
+ public:
+  explicit Rank(const Job& job) : job_(job) {
+    // As a program may have one, which does not learn of the deaths.
+    if (!group_.joins() && group_.world_size() > 1) {
+      idle_ = second_.make_communicator("idle", zero::Purpose::kData);
+    }
+    if (group_.joins()) {
+      while (job.late && access(fewer_.c_str(), F_OK) != 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+      deaths_.begin_messages();
+    }
+    zero::Training training;
+    training.inner = job.inner;
+    training.max_norm = 0.7;
+    training.options.stage(job.stage).bucket_bytes(900).protect(kEvery);
+    run_.emplace(training, group_, static_cast<uint64_t>(1 + job.from + rank_ * job.from));
+    if (job.from > 0) {
+      run_->optimizer->load_checkpoint(job.folder + "/step-" + std::to_string(job.from));
+    }
+    if (group_.joins()) take_over_steps();
+    run_->model->trunk->bias.register_hook(
+        [this](const at::Tensor&) { deaths_.at(step_, kInBackward); });
+  }
+
+  void train() {
+    while (true) {
+      try {
+        while (!is_done()) make_step();
+        save();
+        break;
+      } catch (const zero::CommunicationError& error) {
+        recover_from(error);
+      }
+    }
+    say(rank_, c10::str("done after step ", step_));
+    say(rank_, c10::str("has mapped the memory of ", memories_of_others(), " others"));
+  }
+
+ private:
+  // Those that the others have made, of which this rank's optimizer has the state.
+  void take_over_steps() {
+    const zero::Stats stats = run_->optimizer->stats();
+    step_ = static_cast<int>(stats.steps + stats.skipped_steps);
+    // Its options are those of construction, and CheckpointRun::train() counts from them.
+    for (auto& g : run_->optimizer->param_groups()) {
+      for (int i = 0; i < step_; ++i) g.options().set_lr(g.options().get_lr() * 0.95);
+    }
+    count_up();
+    say_recovered(step_, {});
+    deaths_.at(0, kJoined);
+  }
+
+  bool is_done() const {
+    const bool whole = run_->optimizer->group().world_size() == job_.ranks;
+    return step_ >= job_.to && (whole || job_.replacements == 0);
+  }
+
+  void make_step() {
+    // A process takes its time to start.
+    if (step_ >= job_.to) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    deaths_.at(step_, kBeforeStep);
+    deaths_.at(step_, kStopped);
+    run_->train(step_, step_ + 1);
+    ++step_;
+    if (run_->optimizer->group().world_size() < job_.ranks) std::ofstream{fewer_};
+  }
+
+  void save() {
+    run_->optimizer->save_checkpoint(job_.folder + "/step-" + std::to_string(step_),
+                                     zero::SaveOptions().overwrite(true));
+    const zero::Snapshot snapshot = run_->snapshot();
+    if (run_->optimizer->group().rank() != 0) return;
+    zero::write_snapshot(snapshot, job_.folder + "/state-" + std::to_string(step_));
+    deaths_.wake_others();
+  }
+
+  void recover_from(const zero::CommunicationError& error) {
+    say(rank_, "failed: " + std::string(error.what_without_backtrace()));
+    deaths_.at(step_, kInRecovery);
+    const auto start = Clock::now();
+    deaths_.begin_messages();
+    const zero::RecoveryReport report = recover(*run_->optimizer, job_.folder, rank_);
+    const int from = std::exchange(step_, static_cast<int>(report.steps));
+    count_up();
+    say_recovered(from, Clock::now() - start);
+  }
+
+  // As CheckpointRun::train() does after step().
+  void count_up() {
+    at::NoGradGuard no_grad;
+    if (step_ > 0) run_->model->counter.add_(1);
+  }
+
+  void say_recovered(int64_t from, Clock::duration took) const {
+    const zero::Group& now = run_->optimizer->group();
+    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(took).count();
+    say(rank_, c10::str(now.name(), " at step ", step_, " from step ", from, " as rank ",
+                        now.rank(), " of ", now.world_size(), " in ", ms, " ms, ",
+                        Deaths::end_messages(), " messages"));
+  }
+
+  const Job& job_;
+  const std::string fewer_ = job_.folder + "/fewer";  // is there once fewer ranks made a step
+  const zero::Group group_ = zero::init_process_group(init_options(job_));
+  // As a program with two optimizers may have it.
+  const zero::Group second_ = zero::init_process_group(init_options(job_));
+  const int rank_ = group_.rank();
+  const Deaths deaths_{job_, rank_};
+  std::unique_ptr<zero::Communicator> idle_;
+  std::optional<zero::CheckpointRun> run_;
+  int step_ = job_.from;
+};
+
+Job job_of(int argc, char** argv) {
   Job job;
+  job.ranks = std::atoi(argv[1]);
   job.stage = std::atoi(argv[2]);
   job.inner = std::string(argv[3]) == "sgd" ? zero::Inner::kSgdMomentum : zero::Inner::kAdamW;
   job.from = std::atoi(argv[4]);
   job.to = std::atoi(argv[5]);
   job.folder = argv[6];
   job.timeout = std::chrono::milliseconds(std::atoi(argv[7]));
-  job.ranks = std::atoi(argv[1]);
-  job.deaths.assign(argv + 8, argv + argc);
-  if (!job.deaths.empty() && job.deaths[0][0] == '/') {
-    job.ranks_per_machine = std::stoi(job.deaths[0].substr(1));
-    job.deaths.erase(job.deaths.begin());
+  for (int i = 8; i < argc; ++i) {
+    const std::string argument = argv[i];
+    Death death;
+    if (argument[0] == '/') {
+      job.ranks_per_machine = std::stoi(argument.substr(1));
+    } else if (argument[0] == '+') {
+      job.replacements = std::stoi(argument.substr(1));
+      job.late = argument.ends_with("late");
+    } else if (std::sscanf(argv[i], "%d@%d%c", &death.rank, &death.number, &death.how) == 3) {
+      job.deaths.push_back(death);
+    }
   }
-  if (!job.deaths.empty() && job.deaths[0][0] == '+') {
-    job.replacements = std::stoi(job.deaths[0].substr(1));
-    job.late = job.deaths[0].ends_with("late");
-    job.deaths.erase(job.deaths.begin());
-  }
+  return job;
+}
+
+int program(int argc, char** argv) {
+  if (argc < 8) return 2;
+  const Job job = job_of(argc, argv);
   zero::LaunchOptions launch;
   launch.survivors_go_on = true;
   launch.replacements = job.replacements;
@@ -271,7 +318,8 @@ int program(int argc, char** argv) {
       job.ranks,
       [&] {
         try {
-          return train(job);
+          Rank(job).train();
+          return 0;
         } catch (const c10::Error& error) {
           say(std::atoi(std::getenv("RANK")),
               "ended: " + std::string(error.what_without_backtrace()));
