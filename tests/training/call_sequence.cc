@@ -5,9 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <iterator>
 #include <limits>
-#include <random>
 #include <sstream>
 
 #include "tests/training/draws.h"
@@ -17,9 +15,6 @@ namespace {
 
 constexpr Layout kLayouts[] = {Layout::kContiguous, Layout::kPerParameter,
                                Layout::kWholeParameters};
-
-constexpr Moments kMoments[] = {Moments::kInt8, Moments::kBFloat16, Moments::kInt8,
-                                Moments::kFloat32};
 
 // Gradients of a pass are multiples of 1/4 of at most 16 such units, and a 16-bit float holds 256.
 constexpr int kPassesAStep = 12;
@@ -33,10 +28,10 @@ class Generator : Draws {
         of_moments_(seed * 7 + 1),
         of_early_updates_(seed * 11 + 5) {
     s_.seed = seed;
-    if (of_average_() % 100 >= 40) return;
+    if (!of_average_.percent(40)) return;
     s_.ema = EmaOptions()
-                 .decay(0.1 * static_cast<double>(of_average_() % 10))
-                 .warm_up(of_average_() % 2 == 0);
+                 .decay(0.1 * static_cast<double>(of_average_.below(10)))
+                 .warm_up(of_average_.below(2) == 0);
   }
 
   CallSequence draw() {
@@ -66,8 +61,7 @@ class Generator : Draws {
   int rank() { return static_cast<int>(below(s_.world_size)); }
   int unit() { return static_cast<int>(below(static_cast<int64_t>(s_.layers.size()) + 1)); }
 
-  // By numbers of its own, so that the rest of a program does not depend on it.
-  bool looks_at_average() { return s_.ema && of_average_() % 2 == 0; }
+  bool looks_at_average() { return s_.ema && of_average_.below(2) == 0; }
 
   void draw_group() {
     s_.world_size = pick<int>({{1, 8}, {2, 46}, {3, 30}, {4, 16}});
@@ -106,24 +100,23 @@ class Generator : Draws {
     }
   }
 
-  // By numbers of their own. Nothing may need the whole gradient before an update.
+  // Nothing may need the whole gradient before an update.
   void draw_early_updates() {
-    updates_early_ = of_early_updates_() % 8 == 0;
+    updates_early_ = of_early_updates_.below(8) == 0;
     if (!updates_early_) return;
     scaler_.reset();
     s_.largest_norm.reset();
     if (s_.mesh_kind == MeshKind::kReplicas) s_.mesh_kind = MeshKind::kFlat;
   }
 
-  // By numbers of their own, too. Every bit of such a sequence must be known, so that its gradients
-  // are no thirds, and it clips by one value, whose norm has an exact sum of powers.
+  // Every bit of such a sequence must be known, so that its gradients are no thirds, and it clips
+  // by one value, whose norm has an exact sum of powers.
   void draw_moments() {
     const bool exact =
         s_.world_size != 3 || (s_.reduction == Reduction::kSum && s_.mesh_kind == MeshKind::kFlat);
-    s_.has_moments = exact && s_.inner != Inner::kSgd && of_moments_() % 6 == 0;
+    s_.has_moments = exact && s_.inner != Inner::kSgd && of_moments_.below(6) == 0;
     if (!s_.has_moments) return;
-    s_.layers[0] = {640 + static_cast<int64_t>(of_moments_() % 200),
-                    5 + static_cast<int64_t>(of_moments_() % 5)};
+    s_.layers[0] = {640 + of_moments_.below(200), 5 + of_moments_.below(5)};
   }
 
   ZeroOptions draw_options() {
@@ -140,7 +133,8 @@ class Generator : Draws {
     if (percent(15)) options.reduce_dtype(c10::ScalarType::BFloat16);
     if (s_.ranks_per_machine > 0 && percent(50)) options.gather_wire(GatherWire::kChanges);
     if (s_.has_moments) {
-      options.fused(true).moments(kMoments[of_moments_() % std::size(kMoments)]);
+      options.fused(true).moments(of_moments_.pick<Moments>(
+          {{Moments::kInt8, 2}, {Moments::kBFloat16, 1}, {Moments::kFloat32, 1}}));
       // Its first layer is 50 times as large as others, and would be in thousands of buckets.
       if (const int64_t bytes = *options.bucket_bytes(); bytes > 0) {
         options.bucket_bytes(std::max<int64_t>(bytes, 500));
@@ -148,7 +142,7 @@ class Generator : Draws {
     }
     if (updates_early_) {
       options.fused(true).skip_nonfinite(false).gather_wire(GatherWire::kWhole);
-      options.update_in_backward(of_early_updates_() % 5 != 0);
+      options.update_in_backward(of_early_updates_.below(5) != 0);
     }
     draw_formats(options);
     return options;
@@ -156,7 +150,7 @@ class Generator : Draws {
 
   // Those that lose nothing: sums of these gradients are bf16 numbers, unless they are thirds.
   void draw_formats(ZeroOptions& options) {
-    const bool rare = of_formats_() % 4 == 0, rarer = of_formats_() % 3 == 0;
+    const bool rare = of_formats_.below(4) == 0, rarer = of_formats_.below(3) == 0;
     const bool thirds = s_.world_size == 3 && s_.reduction == Reduction::kMean;
     if (rare && !thirds) options.gradient_shard_dtype(c10::ScalarType::BFloat16);
     options.split_masters(rarer && s_.dtype == c10::ScalarType::BFloat16 && options.fused() &&
@@ -190,7 +184,7 @@ class Generator : Draws {
   Pass draw_pass(PassKind kind) {
     Pass pass;
     pass.kind = kind;
-    pass.seed = random_();
+    pass.seed = number();
     if (pass.kind == PassKind::kNoGraph) return pass;
     const int64_t share = 30 + below(71);
     for (size_t u = 0; u <= s_.layers.size(); ++u) {
@@ -205,74 +199,75 @@ class Generator : Draws {
     return pass;
   }
 
-  // Of all ranks, of one, or of none.
   std::vector<std::vector<Pass>> draw_passes() {
     std::vector<std::vector<Pass>> passes(s_.world_size);
-    if (passes_ + 2 > kPassesAStep) return passes;
-    if (clipped_) return passes;
-    const int style = pick<int>({{0, 30}, {1, 25}, {2, 20}, {3, 25}});
+    if (step_.passes + 2 > kPassesAStep || step_.clipped) return passes;
+    enum class Who { kAnyNumber, kOneEach, kOneRank, kNone };
+    const Who who = pick<Who>(
+        {{Who::kAnyNumber, 30}, {Who::kOneEach, 25}, {Who::kOneRank, 20}, {Who::kNone, 25}});
     const int only = rank();
-    for (int r = 0; r < s_.world_size; ++r) {
-      const int64_t count = style == 0 ? below(3) : style == 1 ? 1 : style == 2 ? r == only : 0;
-      for (int64_t i = 0; i < count; ++i)
-        passes[r].push_back(draw_pass(draw_kind(i == 0 && !pending_)));
+    for (int r = 0; r < s_.world_size && who != Who::kNone; ++r) {
+      if (who == Who::kOneRank && r != only) continue;
+      const int64_t count = who == Who::kAnyNumber ? below(3) : 1;
+      for (int64_t i = 0; i < count; ++i) {
+        passes[r].push_back(draw_pass(draw_kind(i == 0 && !step_.pending)));
+      }
     }
     return passes;
   }
 
-  bool may_clip() const { return pending_ && !dropped_ && !(s_.has_moments && clipped_); }
-
   Action draw_action() {
     if (percent(4)) return draw_misuse();
-    std::vector<Choice<Action>> choices = {{Action::kNothing, clipped_ ? 0 : 8},
-                                           {Action::kReduce, 8},
-                                           {Action::kNorm, 14},
-                                           {Action::kGradient, 8},
-                                           {Action::kMaster, 10},
-                                           {Action::kCheckReplicas, 5},
-                                           {Action::kRefreshWorking, 5},
-                                           {Action::kRefreshMasters, 4},
-                                           {Action::kBroadcastBuffers, 4},
-                                           {Action::kStep, clipped_ ? 40 : 25},
-                                           {Action::kClip, may_clip() ? 9 : 0},
-                                           {Action::kClipValue, may_clip() ? 5 : 0}};
+    const bool pending = step_.pending, clipped = step_.clipped;
+    const bool clips = pending && !step_.dropped && !(s_.has_moments && clipped);
     // Ranks drop as many rounds each where a call has completed them and every rank had gradients.
-    if (completed_ && !clipped_ && std::all_of(own_.begin(), own_.end(), std::identity())) {
-      choices.push_back({Action::kModuleZeroGrad, 8});
-    }
-    if (!pending_ || everywhere_ || refused_) choices.push_back({Action::kZeroGrad, 4});
-    if (!pending_ && s_.mesh_kind != MeshKind::kExperts) {  // whose names would meet in one folder
-      choices.push_back({Action::kCheckpoint, 2});
-      choices.push_back({Action::kCheckpointAsync, 1});
-    }
-    if (!pending_ && s_.mesh_kind == MeshKind::kFlat) choices.push_back({Action::kResizeRows, 12});
-    return pick(choices);
+    const bool drops =
+        step_.completed && !clipped && std::ranges::all_of(step_.has_gradients, std::identity());
+    // The names of experts would meet in one folder.
+    const bool saves = !pending && s_.mesh_kind != MeshKind::kExperts;
+    return pick<Action>(
+        {{Action::kNothing, clipped ? 0 : 8},
+         {Action::kReduce, 8},
+         {Action::kNorm, 14},
+         {Action::kGradient, 8},
+         {Action::kMaster, 10},
+         {Action::kCheckReplicas, 5},
+         {Action::kRefreshWorking, 5},
+         {Action::kRefreshMasters, 4},
+         {Action::kBroadcastBuffers, 4},
+         {Action::kStep, clipped ? 40 : 25},
+         {Action::kClip, clips ? 9 : 0},
+         {Action::kClipValue, clips ? 5 : 0},
+         {Action::kModuleZeroGrad, drops ? 8 : 0},
+         {Action::kZeroGrad, !pending || step_.everywhere || step_.refused ? 4 : 0},
+         {Action::kCheckpoint, saves ? 2 : 0},
+         {Action::kCheckpointAsync, saves ? 1 : 0},
+         {Action::kResizeRows, !pending && s_.mesh_kind == MeshKind::kFlat ? 12 : 0}});
   }
 
   Action draw_misuse() {
-    std::vector<Choice<Action>> choices = {{Action::kInvalidNorm, 1}, {Action::kInsideNoSync, 1}};
-    if (s_.world_size > 1) {
-      for (Action a : {Action::kDifferentNorms, Action::kDifferentClips, Action::kDifferentRates,
-                       Action::kDifferentCalls}) {
-        choices.push_back({a, 1});
-      }
-      // Of experts each rank may ask for another.
-      if (s_.mesh_kind != MeshKind::kExperts) choices.push_back({Action::kDifferentParameters, 1});
-    }
-    if (clipped_) choices.push_back({Action::kBackwardAfterClip, 4});
-    if (!clipped_) choices.push_back({Action::kBrokenBackward, 1});
-    if (pending_) choices.push_back({Action::kSaveWithGradients, 1});
-    if (only_now_ && some_ && !everywhere_ && !refused_) {
-      choices.push_back({Action::kUnevenZeroGrad, 3});
-    }
-    return pick(choices);
+    const int several = s_.world_size > 1 ? 1 : 0;
+    // Of experts each rank may ask for another parameter.
+    const int one_model = s_.mesh_kind != MeshKind::kExperts ? several : 0;
+    const bool uneven = first_on_some_ranks_ && !step_.refused;
+    return pick<Action>({{Action::kInvalidNorm, 1},
+                         {Action::kInsideNoSync, 1},
+                         {Action::kDifferentNorms, several},
+                         {Action::kDifferentClips, several},
+                         {Action::kDifferentRates, several},
+                         {Action::kDifferentCalls, several},
+                         {Action::kDifferentParameters, one_model},
+                         {Action::kBackwardAfterClip, step_.clipped ? 4 : 0},
+                         {Action::kBrokenBackward, step_.clipped ? 0 : 1},
+                         {Action::kSaveWithGradients, step_.pending ? 1 : 0},
+                         {Action::kUnevenZeroGrad, uneven ? 3 : 0}});
   }
 
   Event event(Action action) {
     Event e;
     e.passes.resize(s_.world_size);
     e.action = action;
-    e.seed = random_();
+    e.seed = number();
     e.odd = rank();
     if (percent(20)) e.late = rank();
     e.norm_type =
@@ -284,8 +279,8 @@ class Generator : Draws {
     if (action == Action::kStep && percent(30)) e.rate = 0.01 * static_cast<double>(1 + below(8));
     // Of 16-bit parameters those that are not edited would round their masters.
     e.units = s_.all_units();
-    if (s_.dtype == c10::ScalarType::Float) e.units &= static_cast<unsigned>(random_());
-    e.look = percent(50) ? s_.all_units() : static_cast<unsigned>(random_()) & s_.all_units();
+    if (s_.dtype == c10::ScalarType::Float) e.units &= static_cast<unsigned>(number());
+    e.look = percent(50) ? s_.all_units() : static_cast<unsigned>(number()) & s_.all_units();
     e.options = draw_options();
     return e;
   }
@@ -306,27 +301,26 @@ class Generator : Draws {
   Event draw_event() {
     auto passes = draw_passes();
     size_t most = 0, with = 0;
-    own_.resize(passes.size(), false);
+    step_.has_gradients.resize(passes.size(), false);
     for (size_t r = 0; r < passes.size(); ++r) {
       const auto& of_rank = passes[r];
       for (const Pass& pass : of_rank) {
-        completed_ = false;
+        step_.completed = false;
         if (!needs_round(pass) || pass.kind == PassKind::kNoGraph) continue;
-        own_[r] = true;
-        dropped_ = false;
+        step_.has_gradients[r] = true;
+        step_.dropped = false;
       }
       most = std::max(most, of_rank.size());
       with += std::any_of(of_rank.begin(), of_rank.end(), needs_round) ? 1 : 0;
     }
-    only_now_ = !pending_;
-    some_ = with > 0;
-    everywhere_ = everywhere_ || with == passes.size();
-    pending_ = pending_ || some_;
-    passes_ += static_cast<int>(most);
+    first_on_some_ranks_ = !step_.pending && with > 0 && !step_.everywhere && with < passes.size();
+    step_.everywhere = step_.everywhere || with == passes.size();
+    step_.pending = step_.pending || with > 0;
+    step_.passes += static_cast<int>(most);
     Event e = event(draw_action());
     e.passes = std::move(passes);
     follow(e.action);
-    e.average = !pending_ && e.action < Action::kDifferentNorms && looks_at_average();
+    e.average = !step_.pending && !is_misuse(e.action) && looks_at_average();
     return e;
   }
 
@@ -336,32 +330,28 @@ class Generator : Draws {
       case Action::kNothing:
         return;
       case Action::kModuleZeroGrad:
-        own_.assign(own_.size(), false);
-        dropped_ = true;
+        step_.has_gradients.clear();
+        step_.dropped = true;
         return;
       case Action::kStep:
       case Action::kZeroGrad:
       case Action::kBrokenBackward:
-        pending_ = everywhere_ = clipped_ = refused_ = false;
-        passes_ = 0;
-        own_.assign(own_.size(), false);
-        dropped_ = false;
-        completed_ = true;
+        step_ = {};
         return;
       case Action::kClip:
       case Action::kClipValue:
-        clipped_ = true;
+        step_.clipped = true;
         [[fallthrough]];
       case Action::kReduce:
       case Action::kNorm:
       case Action::kGradient:
-        everywhere_ = pending_;
+        step_.everywhere = step_.pending;
         break;
       default:
         break;
     }
-    refused_ = action >= Action::kDifferentNorms;
-    if (!refused_) completed_ = true;
+    step_.refused = is_misuse(action);
+    if (!step_.refused) step_.completed = true;
   }
 
   // With update_in_backward: a pass before each step on some ranks or all, and learning rates that
@@ -377,16 +367,17 @@ class Generator : Draws {
   }
 
   Action draw_call_between_steps() {
-    std::vector<Choice<Action>> choices = {
-        {Action::kMaster, 3},         {Action::kCheckReplicas, 1},    {Action::kRefreshWorking, 2},
-        {Action::kRefreshMasters, 2}, {Action::kBroadcastBuffers, 1}, {Action::kZeroGrad, 1}};
     if (static_graph_) return Action::kMaster;
-    if (s_.mesh_kind == MeshKind::kFlat) choices.push_back({Action::kResizeRows, 3});
-    if (s_.mesh_kind != MeshKind::kExperts) {
-      choices.push_back({Action::kCheckpoint, 1});
-      choices.push_back({Action::kCheckpointAsync, 1});
-    }
-    return pick(choices);
+    const int saves = s_.mesh_kind != MeshKind::kExperts ? 1 : 0;
+    return pick<Action>({{Action::kMaster, 3},
+                         {Action::kCheckReplicas, 1},
+                         {Action::kRefreshWorking, 2},
+                         {Action::kRefreshMasters, 2},
+                         {Action::kBroadcastBuffers, 1},
+                         {Action::kZeroGrad, 1},
+                         {Action::kResizeRows, s_.mesh_kind == MeshKind::kFlat ? 3 : 0},
+                         {Action::kCheckpoint, saves},
+                         {Action::kCheckpointAsync, saves}});
   }
 
   void draw_a_pass(Event& e) {
@@ -396,7 +387,7 @@ class Generator : Draws {
       if (!all && percent(40)) continue;
       any = true;
       if (static_graph_) {
-        of_rank.push_back({PassKind::kOwn, s_.all_units(), -1, -1, random_()});
+        of_rank.push_back({.units = s_.all_units(), .seed = number()});
         continue;
       }
       if (percent(10)) of_rank.push_back(draw_pass(PassKind::kByHand));
@@ -411,15 +402,36 @@ class Generator : Draws {
 
   // As static_graph promises: every step like the first, with all parameters on all ranks.
   void draw_equal_steps() {
-    std::vector<std::vector<Pass>> passes(s_.world_size);
+    const auto passes = draw_equal_passes();
+    std::vector<Event> step;
+    for (const Action call : draw_calls_of_a_step()) step.push_back(event(call));
+    step.front().passes = passes;
+    for (int64_t i = 0; i < 4; ++i) {
+      for (Event e : step) {
+        for (auto& of_rank : e.passes) {
+          for (Pass& pass : of_rank) {
+            pass.seed = number();
+            if (percent(3)) pass.nonfinite = unit();
+          }
+        }
+        s_.events.push_back(std::move(e));
+      }
+      if (percent(20)) s_.events.push_back(event(Action::kMaster));
+    }
+  }
+
+  std::vector<std::vector<Pass>> draw_equal_passes() {
+    std::vector<Pass> of_rank;
     const int64_t count = 1 + below(2);
     for (int64_t i = 0; i < count; ++i) {
       const auto kind = pick<PassKind>(
           {{PassKind::kOwn, 3}, {PassKind::kPlain, 2}, {PassKind::kNoSync, i + 1 < count ? 2 : 0}});
-      for (auto& of_rank : passes) {
-        of_rank.push_back({kind, s_.all_units(), -1, -1, 0});
-      }
+      of_rank.push_back({.kind = kind, .units = s_.all_units()});
     }
+    return std::vector<std::vector<Pass>>(s_.world_size, of_rank);
+  }
+
+  std::vector<Action> draw_calls_of_a_step() {
     std::vector<Action> calls;
     while (percent(50)) {
       calls.push_back(pick<Action>({{Action::kReduce, 1},
@@ -433,40 +445,28 @@ class Generator : Draws {
       calls.push_back(Action::kClipValue);
     }
     calls.push_back(Action::kStep);
-    std::vector<Event> step;
-    for (Action action : calls) step.push_back(event(action));
-    step.front().passes = passes;
-    for (int64_t i = 0; i < 4; ++i) {
-      for (Event e : step) {
-        for (auto& of_rank : e.passes) {
-          for (Pass& pass : of_rank) {
-            pass.seed = random_();
-            if (percent(3)) pass.nonfinite = unit();
-          }
-        }
-        s_.events.push_back(std::move(e));
-      }
-      if (percent(20)) s_.events.push_back(event(Action::kMaster));
-    }
+    return calls;
   }
 
-  std::mt19937_64 of_average_, of_formats_, of_moments_, of_early_updates_;
+  // Draws of their own, so that the rest of a program does not depend on them.
+  Draws of_average_, of_formats_, of_moments_, of_early_updates_;
   CallSequence s_;
   std::optional<LossScalerOptions> scaler_;
   bool static_graph_ = false;
   bool updates_early_ = false;  // ZeroOptions::update_in_backward, of most of its optimizers
   std::vector<int64_t> rows_;   // by layer, where they were resized
-  // Since the last step:
-  bool pending_ = false;     // some rank needs a round
-  bool everywhere_ = false;  // all ranks do, as far as each of them knows
-  bool some_ = false;        // some rank needs one for the passes of this event
-  bool only_now_ = false;    // and there were none before it
-  bool clipped_ = false;
-  bool refused_ = false;    // the last collective call
-  int passes_ = 0;          // at most, of a rank
-  std::vector<bool> own_;   // by rank: it has gradients
-  bool completed_ = false;  // a call has reduced all of them
-  bool dropped_ = false;    // zero_grad() of the module was the last to do something with them
+  // Since the last step.
+  struct Step {
+    bool pending = false;     // some rank needs a round
+    bool everywhere = false;  // all ranks do, as far as each of them knows
+    bool clipped = false;
+    bool refused = false;             // the last collective call
+    int passes = 0;                   // at most, of a rank
+    std::vector<bool> has_gradients;  // by rank
+    bool completed = true;            // a call has reduced all of them
+    bool dropped = false;  // zero_grad() of the module was the last to do something with them
+  } step_;
+  bool first_on_some_ranks_ = false;  // the passes of this event need the first round since then
 };
 
 constexpr std::array<const char*, 3> kMeshNames = {"", " with replicas", " with experts"};
@@ -504,20 +504,48 @@ constexpr std::array<const char*, 29> kActionNames = {"nothing",
 
 std::string text_of(const ZeroOptions& o) {
   std::ostringstream text;
-  text << "stage " << o.stage() << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
+  text << "stage " << o.stage() << " " << name_of(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "") << (o.static_graph() ? " static_graph" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "") << (o.split_masters() ? " split_masters" : "")
        << (o.update_in_backward() ? " update_in_backward" : "");
   if (o.gradient_shard_dtype() != c10::ScalarType::Float) text << " bf16 shards";
-  if (o.moments() == Moments::kBFloat16) text << " bf16 moments";
-  if (o.moments() == Moments::kInt8) text << " 8-bit moments";
+  if (o.moments() != Moments::kFloat32) text << " " << name_of(o.moments());
   if (o.reduction() == Reduction::kSum) text << " sum";
   if (o.gather_wire() == GatherWire::kChanges) text << " changes";
   if (o.reduce_dtype()) text << " reduce_dtype " << c10::toString(*o.reduce_dtype());
   if (o.loss_scaler()) {
     text << " loss_scale " << o.loss_scaler()->initial_scale() << " grows after "
          << o.loss_scaler()->growth_interval();
+  }
+  return text.str();
+}
+
+std::string text_of(const Event& e) {
+  std::ostringstream text;
+  for (size_t r = 0; r < e.passes.size(); ++r) {
+    for (const Pass& p : e.passes[r]) {
+      text << " rank " << r << " " << kPassNames[static_cast<size_t>(p.kind)] << " units 0x"
+           << std::hex << p.units << std::dec;
+      if (p.again >= 0) text << " again " << p.again;
+      if (p.nonfinite >= 0) text << " nonfinite " << p.nonfinite;
+      text << ";";
+    }
+  }
+  text << " " << name_of(e.action);
+  if (e.action == Action::kNorm || e.action == Action::kClip) text << " type " << e.norm_type;
+  if (e.max_norm) text << " max " << *e.max_norm;
+  if (e.rate) text << " rate " << *e.rate;
+  if (e.action == Action::kGradient || e.action == Action::kMaster) text << " " << e.parameter;
+  if (e.action == Action::kResizeRows) {
+    text << " of layer " << e.layer << (e.has_values ? " with values from" : " from");
+    for (const int64_t row : e.rows) text << " " << row;
+  }
+  if (e.average) text << " and use_ema";
+  if (e.late >= 0) text << " late on rank " << e.late;
+  if (is_misuse(e.action)) text << " on rank " << e.odd;
+  if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {
+    text << " into " << text_of(e.options);
   }
   return text.str();
 }
@@ -531,45 +559,16 @@ CallSequence draw_sequence(uint64_t seed) { return Generator(seed).draw(); }
 const char* name_of(Action action) { return kActionNames[static_cast<size_t>(action)]; }
 
 std::string describe(const CallSequence& s) {
-  constexpr std::array<const char*, 4> kInners = {"SGD", "SGD with momentum", "AdamW", "Adam"};
   std::ostringstream text;
   text << "seed " << s.seed << ": W " << s.world_size
        << (s.ranks_per_machine > 0 ? " on 2 machines" : "")
        << kMeshNames[static_cast<size_t>(s.mesh_kind)] << " over " << wire_name(s.wire) << ", "
-       << c10::toString(s.dtype) << ", " << kInners[static_cast<size_t>(s.inner)] << ", "
-       << text_of(s.options);
+       << c10::toString(s.dtype) << ", " << name_of(s.inner) << ", " << text_of(s.options);
   if (s.ema) text << " average " << s.ema->decay() << (s.ema->warm_up() ? " with warm-up" : "");
   if (s.largest_norm) text << " norms up to " << *s.largest_norm;
   text << ", layers";
   for (const auto& [in, out] : s.layers) text << " " << in << "x" << out;
-  for (size_t i = 0; i < s.events.size(); ++i) {
-    const Event& e = s.events[i];
-    text << "\n  " << i << ":";
-    for (size_t r = 0; r < e.passes.size(); ++r) {
-      for (const Pass& p : e.passes[r]) {
-        text << " rank " << r << " " << kPassNames[static_cast<size_t>(p.kind)] << " units 0x"
-             << std::hex << p.units << std::dec;
-        if (p.again >= 0) text << " again " << p.again;
-        if (p.nonfinite >= 0) text << " nonfinite " << p.nonfinite;
-        text << ";";
-      }
-    }
-    text << " " << name_of(e.action);
-    if (e.action == Action::kNorm || e.action == Action::kClip) text << " type " << e.norm_type;
-    if (e.max_norm) text << " max " << *e.max_norm;
-    if (e.rate) text << " rate " << *e.rate;
-    if (e.action == Action::kGradient || e.action == Action::kMaster) text << " " << e.parameter;
-    if (e.action == Action::kResizeRows) {
-      text << " of layer " << e.layer << (e.has_values ? " with values from" : " from");
-      for (const int64_t row : e.rows) text << " " << row;
-    }
-    if (e.average) text << " and use_ema";
-    if (e.late >= 0) text << " late on rank " << e.late;
-    if (e.action >= Action::kDifferentNorms) text << " on rank " << e.odd;
-    if (e.action == Action::kCheckpoint || e.action == Action::kCheckpointAsync) {
-      text << " into " << text_of(e.options);
-    }
-  }
+  for (size_t i = 0; i < s.events.size(); ++i) text << "\n  " << i << ":" << text_of(s.events[i]);
   text << "\n";
   return text.str();
 }

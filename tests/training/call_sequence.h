@@ -72,6 +72,8 @@ enum class Action {
   kSaveWithGradients,
 };
 
+inline bool is_misuse(Action action) { return action >= Action::kDifferentNorms; }
+
 struct Event {
   std::vector<std::vector<Pass>> passes;  // by rank, before the call
   Action action = Action::kNothing;

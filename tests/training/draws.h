@@ -22,8 +22,9 @@ struct Choice {
 };
 
 class Draws {
- protected:
+ public:
   explicit Draws(uint64_t seed) : random_(seed) {}
+  uint64_t number() { return random_(); }
   int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
   bool percent(int64_t n) { return below(100) < n; }
   template <class T>
@@ -37,6 +38,7 @@ class Draws {
     return choices.back().value;
   }
 
+ private:
   std::mt19937_64 random_;
 };
 

@@ -103,7 +103,7 @@ class Generator : Draws {
       }
       e.units.push_back(alike && r > 0 ? e.units[0] : units);
     }
-    if (percent(15)) e.ranks = static_cast<unsigned>(random_());
+    if (percent(15)) e.ranks = static_cast<unsigned>(number());
   }
 
   UserEvent event(UserCall call) {
@@ -111,7 +111,7 @@ class Generator : Draws {
     e.call = call;
     e.net = static_cast<int>(below(p_.net_count()));
     e.parameter = static_cast<int>(below(kUserParameters));
-    e.seed = random_();
+    e.seed = number();
     e.look = percent(60);
     e.norm_type = percent(60) ? 2.0 : percent(50) ? 1.0 : std::numeric_limits<double>::infinity();
     e.max_norm = percent(50) ? 0.5 : 8.0;
@@ -169,7 +169,7 @@ class Generator : Draws {
       case UserCall::kModuleZeroGrad:
       case UserCall::kBaseZeroGrad:
       case UserCall::kPartZeroGrad:
-        if (percent(8)) e.ranks = static_cast<unsigned>(random_());
+        if (percent(8)) e.ranks = static_cast<unsigned>(number());
         break;
       case UserCall::kPutGrad:
       case UserCall::kNegateGrad:
@@ -178,7 +178,7 @@ class Generator : Draws {
       case UserCall::kRestoreGrad:
       case UserCall::kModuleZeroValues:
       case UserCall::kFreeze:
-        if (percent(40)) e.ranks = static_cast<unsigned>(random_());
+        if (percent(40)) e.ranks = static_cast<unsigned>(number());
         break;
       default:
         break;
@@ -273,14 +273,12 @@ std::string describe(const UserEvent& e, int ranks) {
 
 std::string describe(const UserProgram& p) {
   constexpr std::array kNets = {"one net", "two nets", "two parts of one module", "a foreign net"};
-  constexpr std::array kInners = {"SGD", "SGD with momentum", "AdamW", "Adam"};
   const ZeroOptions& o = p.options;
   std::ostringstream text;
   text << "seed " << p.seed << ": W " << p.world_size << " over " << wire_name(p.wire) << ", "
        << kNets[static_cast<size_t>(p.nets)] << ", " << c10::toString(p.dtype) << ", "
-       << kInners[static_cast<size_t>(p.inner)]
-       << (p.frozen_in_groups ? " with the frozen parameter" : "") << ", scale " << p.loss_scale
-       << ", stage " << o.stage() << " layout " << static_cast<int>(o.layout()) << " bucket_bytes "
+       << name_of(p.inner) << (p.frozen_in_groups ? " with the frozen parameter" : "") << ", scale "
+       << p.loss_scale << ", stage " << o.stage() << " " << name_of(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
        << (o.overlap_gather() ? " overlap_gather" : "")
        << (o.no_sync_fp32() ? " no_sync_fp32" : "");
