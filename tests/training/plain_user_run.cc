@@ -19,80 +19,82 @@ namespace {
 constexpr int kGain = 4, kTwinIndex = 5, kEmpty = 7;
 constexpr double kTolerance = 2e-5;
 
-bool is_collective(UserCall call) {
-  switch (call) {
-    case UserCall::kZeroGrad:
-    case UserCall::kReduce:
-    case UserCall::kNorm:
-    case UserCall::kClip:
-    case UserCall::kGradient:
-    case UserCall::kMaster:
-    case UserCall::kCheckReplicas:
-    case UserCall::kRefreshMasters:
-    case UserCall::kRefreshWorking:
-    case UserCall::kStep:
-    case UserCall::kClosureStep:
-      return true;
-    default:
-      return false;
-  }
+// Whether a pass gives a gradient to a parameter of a net.
+bool is_hit(const std::vector<bool>& of_net) {
+  return std::find(of_net.begin(), of_net.end(), true) != of_net.end();
 }
 
-bool gathers_averages(UserCall call) {
-  return call == UserCall::kReduce || call == UserCall::kNorm || call == UserCall::kClip ||
-         call == UserCall::kGradient || call == UserCall::kStep;
-}
-
-bool checks_parameters(UserCall call) {
-  return gathers_averages(call) || call == UserCall::kMaster;
+UserEvent on_all_ranks(UserEvent event, UserCall call, int net) {
+  event.call = call;
+  event.net = net;
+  event.ranks = ~0U;
+  event.norm_type = 2.0;
+  event.look = true;
+  return event;
 }
 
 }  // namespace
 
-bool PlainUserRun::Net::is_moved() const {
-  return std::find(moved.begin(), moved.end(), true) != moved.end();
+bool PlainUserRun::Edits::is_moved() const { return std::ranges::find(moved, true) != moved.end(); }
+
+bool PlainUserRun::Edits::is_stale() const { return std::ranges::find(stale, true) != stale.end(); }
+
+void PlainUserRun::Edits::refresh() {
+  in_place = false;
+  moved = stale = {};
 }
 
-PlainUserRun::PlainUserRun(const UserProgram& program) : p_(program) {
-  for (int rank = 0; rank < p_.world_size; ++rank) {
+bool PlainUserRun::Net::is_ambiguous() const {
+  return std::ranges::any_of(gradients, &PromisedGradients::is_ambiguous);
+}
+
+int64_t PlainUserRun::Net::most_dropped() const {
+  int64_t result = 0;
+  for (const PromisedGradients& g : gradients) result = std::max(result, g.rounds_dropped());
+  return result;
+}
+
+PlainUserRun::PlainUserRun(const UserProgram& program) : program_(program) {
+  for (int rank = 0; rank < program_.world_size; ++rank) {
     std::vector<UserModel>& of_rank = replicas_.emplace_back();
-    for (int net = 0; net < p_.net_count(); ++net) {
-      const int from = p_.is_foreign(net) ? rank : 0;
-      of_rank.emplace_back(p_.dtype, p_.seed + static_cast<uint64_t>(1000 * from + 100 * net));
+    for (int net = 0; net < program_.net_count(); ++net) {
+      const int from = program_.is_foreign(net) ? rank : 0;
+      of_rank.emplace_back(program_.dtype,
+                           program_.seed + static_cast<uint64_t>(1000 * from + 100 * net));
     }
   }
-  for (int n = 0; n < p_.net_count(); ++n) {
+  const bool keeps_apart = program_.options.no_sync_fp32() && program_.dtype != at::kFloat;
+  for (int n = 0; n < program_.net_count(); ++n) {
     Net& net = nets_.emplace_back();
-    net.ranks.resize(p_.world_size);
-    for (int rank = 0; rank < p_.world_size && p_.is_foreign(n); ++rank) {
-      net.foreign.push_back(std::make_unique<torch::optim::SGD>(replicas_[rank][n]->parameters(),
+    for (const auto& of_rank : replicas_) {
+      net.gradients.emplace_back(of_rank[n], keeps_apart);
+      if (!program_.is_foreign(n)) continue;
+      net.foreign.push_back(std::make_unique<torch::optim::SGD>(of_rank[n]->parameters(),
                                                                 torch::optim::SGDOptions(0.125)));
     }
-    if (p_.is_foreign(n)) continue;
+    if (program_.is_foreign(n)) continue;
     for (const auto& p : replicas_[0][n]->managed()) {
       net.masters.push_back(p.tensor.detach().to(at::kDouble).requires_grad_());
     }
-    net.optimizer = make_optimizer(p_.inner, net.masters);
+    net.optimizer = make_optimizer(program_.inner, net.masters);
   }
-  queue_.assign(p_.events.begin(), p_.events.end());
+  queue_.assign(program_.events.begin(), program_.events.end());
   choose();
 }
 
 bool PlainUserRun::has_own_masters() const {
-  return p_.dtype != at::kFloat || p_.options.layout() == Layout::kPerParameter;
+  return program_.dtype != at::kFloat || program_.options.layout() == Layout::kPerParameter;
 }
 
 void PlainUserRun::choose() {
+  const auto called = [](Expectation e) { return e != Expectation::kNotCalled; };
   while (!queue_.empty()) {
     const UserEvent event = queue_.front();
     queue_.pop_front();
-    task_ = {event, std::vector<Expectation>(p_.world_size, Expectation::kNotCalled)};
-    if (!plan(event)) continue;
-    const auto& all = task_.by_rank;
-    const auto called = [](Expectation e) { return e != Expectation::kNotCalled; };
-    if (std::none_of(all.begin(), all.end(), called)) continue;
-    log_ += "  " + describe(event, p_.world_size) + " [";
-    for (const Expectation e : all) log_ += "-wr?"[static_cast<size_t>(e)];
+    task_ = {event, expect(event)};
+    if (std::ranges::none_of(task_.by_rank, called)) continue;
+    log_ += "  " + describe(event, program_.world_size) + " [";
+    for (const Expectation e : task_.by_rank) log_ += "-wr?"[static_cast<size_t>(e)];
     log_ += "]\n";
     return;
   }
@@ -101,129 +103,116 @@ void PlainUserRun::choose() {
 
 // --- What is promised
 
-bool PlainUserRun::plan(const UserEvent& event) {
-  Net& net = nets_[event.net];
-  if (is_collective(event.call) && event.call != UserCall::kClosureStep) {
-    return plan_collective(event);
+std::vector<Expectation> PlainUserRun::expect(const UserEvent& event) {
+  if (is_collective(event.call)) {
+    return std::vector<Expectation>(program_.world_size, expect_collective(event));
   }
-  const bool dirty = net.edited || net.is_moved() || net.tied || net.reshaped;
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    Expectation& e = task_.by_rank[rank];
-    if (!does(event, rank)) continue;
-    e = Expectation::kWorks;
-    switch (event.call) {
-      case UserCall::kPass:
-        e = expect_pass(event, rank);
-        break;
-      case UserCall::kPartZeroGrad:
-      case UserCall::kResetGrad:
-        if (is_ambiguous(event.net)) e = Expectation::kNotCalled;
-        break;
-      case UserCall::kModuleZeroValues:
-      case UserCall::kNegateGrad:
-      case UserCall::kClampGrad:
-      case UserCall::kPutGrad:
-      case UserCall::kRestoreGrad:
-        e = expect_gradient_edit(event, rank);
-        break;
-      case UserCall::kSetData:
-        // One of no elements has no memory that could be another.
-        if (event.parameter == kEmpty) e = Expectation::kNotCalled;
-        break;
-      case UserCall::kSetDataShape:
-      case UserCall::kTie:
-        if (dirty || net.broken) e = Expectation::kNotCalled;
-        break;
-      case UserCall::kForeignStep:
-        if (net.foreign.empty()) e = Expectation::kNotCalled;
-        break;
-      case UserCall::kClosureStep: {
-        e = expect_pass(event, rank);
-        const bool calm = !dirty && !has_frozen(event.net) && !has_thawed_gradient(event.net) &&
-                          !is_refused_for_gradients(event.net);
-        // The frozen parameter may have been thawed.
-        for (const unsigned units : event.units[rank]) {
-          if ((units & UserModelImpl::kDirect) != 0) return false;
-        }
-        if (!calm) return false;
-        if (e != Expectation::kWorks) return false;
-        break;
-      }
-      default:
-        break;
-    }
+  std::vector<Expectation> result(program_.world_size, Expectation::kNotCalled);
+  for (int rank = 0; rank < program_.world_size; ++rank) {
+    if ((event.ranks >> rank & 1) != 0) result[rank] = expect_on(event, rank);
   }
-  return true;
+  return result;
 }
 
-bool PlainUserRun::plan_collective(const UserEvent& event) {
-  Net& net = nets_[event.net];
-  const auto all = [&](Expectation e) {
-    task_.by_rank.assign(p_.world_size, e);
-    return true;
-  };
-  const auto before = [&](UserCall call) {
-    UserEvent first = event;
-    first.call = call;
-    first.norm_type = 2.0;
-    queue_.push_front(event);
-    queue_.push_front(first);
-    return false;
-  };
-  if (event.call == UserCall::kZeroGrad) {
-    // It is collective where there are gradients: on all ranks alike after another call.
-    if (event.retried) return all(Expectation::kWorks);
-    if (net.broken && !net.refused) return before(UserCall::kNorm);
-    int with = 0;
-    for (int rank = 0; rank < p_.world_size; ++rank) with += needs(event.net, rank) ? 1 : 0;
-    if (!net.refused && (net.unknown || (with != 0 && with != p_.world_size))) {
-      return before(UserCall::kNorm);
-    }
-    return all(Expectation::kWorks);
+Expectation PlainUserRun::expect_on(const UserEvent& event, int rank) const {
+  const Net& net = nets_[event.net];
+  const auto works_if = [](bool b) { return b ? Expectation::kWorks : Expectation::kNotCalled; };
+  switch (event.call) {
+    case UserCall::kPass:
+      return expect_pass(event, rank);
+    case UserCall::kPartZeroGrad:
+    case UserCall::kResetGrad:
+      return works_if(!net.is_ambiguous());
+    case UserCall::kModuleZeroValues:
+    case UserCall::kNegateGrad:
+    case UserCall::kClampGrad:
+    case UserCall::kPutGrad:
+    case UserCall::kRestoreGrad:
+      return expect_gradient_edit(event, rank);
+    case UserCall::kSetData:
+      // One of no elements has no memory that could be another.
+      return works_if(event.parameter != kEmpty);
+    case UserCall::kSetDataShape:
+    case UserCall::kTie:
+      return works_if(!net.edits.are_noticed() && !net.broken);
+    case UserCall::kForeignStep:
+      return works_if(!net.foreign.empty());
+    default:
+      return Expectation::kWorks;
   }
+}
+
+Expectation PlainUserRun::expect_collective(const UserEvent& event) {
+  if (event.call == UserCall::kZeroGrad) return expect_zero_grad(event);
+  if (event.call == UserCall::kClosureStep) return expect_closure_step(event);
+  const Net& net = nets_[event.net];
   if (event.call == UserCall::kClip) {
     bool any = false;
     for (int i = 0; i < kUserParameters; ++i) any = any || mean_of(event.net, i).defined();
-    if (!any) return false;
+    if (!any) return Expectation::kNotCalled;
   }
-  if (event.call == UserCall::kRefreshWorking && !has_own_masters() && net.edited) return false;
-  if (is_ambiguous(event.net) && !net.broken) {
-    for (int rank = 0; rank < p_.world_size; ++rank) {
-      if (is_dropped(event.net, rank) || net.ranks[rank].dropped > 0) {
-        return all(Expectation::kEither);
-      }
+  if (event.call == UserCall::kRefreshWorking && !has_own_masters() && net.edits.in_place) {
+    return Expectation::kNotCalled;
+  }
+  if (net.is_ambiguous() && !net.broken && net.most_dropped() > 0) return Expectation::kEither;
+  if (is_refused_for_gradients(event.net)) return Expectation::kRefused;
+  if (net.unknown) return Expectation::kEither;
+  if (kind_of(event.call) >= UserCallKind::kChecksParameters) {
+    return is_refused_for_parameters(event.net) ? Expectation::kRefused : Expectation::kWorks;
+  }
+  if (net.edits.tied || net.edits.reshaped) return Expectation::kRefused;
+  if (event.call == UserCall::kCheckReplicas && (net.edits.are_noticed() || net.edits.is_stale())) {
+    return Expectation::kEither;
+  }
+  return Expectation::kWorks;
+}
+
+// It is collective where there are gradients: on all ranks alike after another call.
+Expectation PlainUserRun::expect_zero_grad(const UserEvent& event) {
+  const Net& net = nets_[event.net];
+  if (event.retried || net.refused) return Expectation::kWorks;
+  const auto with = std::ranges::count_if(
+      net.gradients, [&](const PromisedGradients& g) { return g.any() || !net.clips.empty(); });
+  const bool alike = with == 0 || with == program_.world_size;
+  if (!net.broken && !net.unknown && alike) return Expectation::kWorks;
+  UserEvent first = event;
+  first.call = UserCall::kNorm;
+  first.norm_type = 2.0;
+  queue_.insert(queue_.begin(), {first, event});
+  return Expectation::kNotCalled;
+}
+
+Expectation PlainUserRun::expect_closure_step(const UserEvent& event) const {
+  if (is_refused_for_parameters(event.net) || is_refused_for_gradients(event.net)) {
+    return Expectation::kNotCalled;
+  }
+  for (int rank = 0; rank < program_.world_size; ++rank) {
+    if (expect_pass(event, rank) != Expectation::kWorks) return Expectation::kNotCalled;
+    // The frozen parameter may have been thawed.
+    for (const unsigned units : event.units[rank]) {
+      if ((units & UserModelImpl::kDirect) != 0) return Expectation::kNotCalled;
     }
   }
-  if (is_refused_for_gradients(event.net)) return all(Expectation::kRefused);
-  if (net.unknown) return all(Expectation::kEither);
-  if (checks_parameters(event.call)) {
-    return all(is_refused_for_parameters(event.net) ? Expectation::kRefused : Expectation::kWorks);
-  }
-  if (net.tied || net.reshaped) return all(Expectation::kRefused);
-  if (event.call == UserCall::kCheckReplicas) {
-    const bool stale = std::find(net.stale.begin(), net.stale.end(), true) != net.stale.end();
-    if (stale || net.edited || net.is_moved()) return all(Expectation::kEither);
-  }
-  return all(Expectation::kWorks);
+  return Expectation::kWorks;
 }
 
 Expectation PlainUserRun::expect_pass(const UserEvent& event, int rank) const {
-  const auto hits = touched(event, rank);
-  bool any = false, either = event.form == PassForm::kUnwaited;
-  for (int n = 0; n < p_.net_count(); ++n) {
-    const bool here = std::find(hits[n].begin(), hits[n].end(), true) != hits[n].end();
-    any = any || here;
-    if (!is_zero(n)) continue;
+  const Hits hits = hits_of(event, rank);
+  bool either = event.form == PassForm::kUnwaited;
+  for (int n = 0; n < program_.net_count(); ++n) {
+    const bool here = is_hit(hits[n]), own = event.driver == n;
+    if (!is_zero(n) || (!here && !own)) continue;
     const Net& net = nets_[n];
-    const bool own = event.driver == n;
-    if (!here && !own) continue;
-    if (net.broken || net.unknown || net.reshaped) return Expectation::kNotCalled;
+    const PromisedGradients& gradients = net.gradients[rank];
+    if (net.broken || net.unknown || net.edits.reshaped) return Expectation::kNotCalled;
     if (!net.clips.empty()) return Expectation::kRefused;
-    if (own && is_partial(n, rank)) return Expectation::kRefused;
-    if (here && is_partial(n, rank)) either = true;
+    if (gradients.is_partial()) {
+      if (own) return Expectation::kRefused;
+      either = true;
+    }
     const bool no_sync = (event.no_sync >> n & 1) != 0;
     for (int i = 0; i < kUserParameters; ++i) {
-      const Slot& slot = net.ranks[rank].slots[i];
+      const Slot& slot = gradients.slot(i);
       if (!slot.altered) continue;
       if (hits[n][i]) return Expectation::kRefused;
       // A round that closes sends what is left of a gradient.
@@ -232,39 +221,36 @@ Expectation PlainUserRun::expect_pass(const UserEvent& event, int rank) const {
       either = true;
     }
   }
-  if (!any && event.driver < 0) return Expectation::kNotCalled;
+  if (std::ranges::none_of(hits, is_hit) && event.driver < 0) return Expectation::kNotCalled;
   return either ? Expectation::kEither : Expectation::kWorks;
 }
 
-// Torch itself refuses to write where all elements share one memory.
 Expectation PlainUserRun::expect_gradient_edit(const UserEvent& event, int rank) const {
-  if (!is_zero(event.net)) return Expectation::kNotCalled;
   const Net& net = nets_[event.net];
-  if (net.unknown || is_ambiguous(event.net)) return Expectation::kNotCalled;
-  const auto refuses = [&](int index) {
-    const Slot& slot = net.ranks[rank].slots[index];
-    return slot.holds == Holds::kMarker && slot.present && !slot.altered &&
-           parameter(rank, event.net, index).tensor.numel() > 1;
-  };
-  const Slot& slot = net.ranks[rank].slots[event.parameter];
-  const bool none = slot.holds == Holds::kNothing || !slot.present
-                        ? !parameter(rank, event.net, event.parameter).tensor.grad().defined()
-                        : false;
+  if (!is_zero(event.net) || net.unknown || net.is_ambiguous()) return Expectation::kNotCalled;
+  const PromisedGradients& gradients = net.gradients[rank];
+  const Slot& own = gradients.slot(event.parameter);
+  const bool none = (own.holds == Holds::kNothing || !own.present) &&
+                    !parameter(rank, event.net, event.parameter).tensor.grad().defined();
   switch (event.call) {
     case UserCall::kNegateGrad:
-      if (none || slot.altered) return Expectation::kNotCalled;
-      return refuses(event.parameter) ? Expectation::kRefused : Expectation::kWorks;
+      if (none || own.altered) return Expectation::kNotCalled;
+      return gradients.refuses_writes(event.parameter) ? Expectation::kRefused
+                                                       : Expectation::kWorks;
     case UserCall::kRestoreGrad:
       return none ? Expectation::kNotCalled : Expectation::kWorks;
-    case UserCall::kClampGrad:
+    case UserCall::kClampGrad: {
       // It changes what data() gives, so that a later part of a gradient is changed unnoticed.
-      for (const Slot& s : net.ranks[rank].slots) {
-        if (s.altered || (s.holds == Holds::kGradient && s.sent)) return Expectation::kNotCalled;
-      }
+      bool refused = false;
       for (int i = 0; i < kUserParameters; ++i) {
-        if (refuses(i)) return Expectation::kRefused;
+        const Slot& slot = gradients.slot(i);
+        if (slot.altered || (slot.holds == Holds::kGradient && slot.sent)) {
+          return Expectation::kNotCalled;
+        }
+        refused = refused || gradients.refuses_writes(i);
       }
-      return Expectation::kWorks;
+      return refused ? Expectation::kRefused : Expectation::kWorks;
+    }
     default:
       return Expectation::kWorks;
   }
@@ -272,21 +258,16 @@ Expectation PlainUserRun::expect_gradient_edit(const UserEvent& event, int rank)
 
 bool PlainUserRun::is_refused_for_gradients(int n) const {
   const Net& net = nets_[n];
-  if (net.broken) return true;
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    if (is_partial(n, rank)) return true;
-    for (const Slot& slot : net.ranks[rank].slots) {
-      if (slot.altered) return true;
-    }
-    if (rounds_dropped(n, rank) != rounds_dropped(n, 0)) return true;
-  }
-  return false;
+  return net.broken || std::ranges::any_of(net.gradients, [&](const PromisedGradients& g) {
+           return g.is_partial() || g.is_altered() ||
+                  g.rounds_dropped() != net.gradients[0].rounds_dropped();
+         });
 }
 
 bool PlainUserRun::has_thawed_gradient(int n) const {
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    for (int other = 0; other < p_.net_count(); ++other) {
-      if (other != n && p_.nets != Nets::kParts) continue;
+  for (int rank = 0; rank < program_.world_size; ++rank) {
+    for (int other = 0; other < program_.net_count(); ++other) {
+      if (other != n && program_.nets != Nets::kParts) continue;
       const at::Tensor& frozen = replicas_[rank][other]->frozen;
       if (frozen.requires_grad() && frozen.grad().defined()) return true;
     }
@@ -295,7 +276,7 @@ bool PlainUserRun::has_thawed_gradient(int n) const {
 }
 
 bool PlainUserRun::has_frozen(int n) const {
-  for (int rank = 0; rank < p_.world_size; ++rank) {
+  for (int rank = 0; rank < program_.world_size; ++rank) {
     for (const auto& p : replicas_[rank][n]->managed()) {
       if (!p.tensor.requires_grad()) return true;
     }
@@ -304,18 +285,14 @@ bool PlainUserRun::has_frozen(int n) const {
 }
 
 bool PlainUserRun::is_refused_for_parameters(int n) const {
-  const Net& net = nets_[n];
-  return net.edited || net.is_moved() || net.tied || net.reshaped || has_frozen(n) ||
-         has_thawed_gradient(n);
+  return nets_[n].edits.are_noticed() || has_frozen(n) || has_thawed_gradient(n);
 }
 
-// --- The gradients of a rank
-
-std::vector<std::vector<bool>> PlainUserRun::touched(const UserEvent& event, int rank) const {
-  std::vector<std::vector<bool>> result;
-  for (int n = 0; n < p_.net_count(); ++n) {
+PlainUserRun::Hits PlainUserRun::hits_of(const UserEvent& event, int rank) const {
+  Hits result;
+  for (int n = 0; n < program_.net_count(); ++n) {
     std::vector<bool>& of_net = result.emplace_back(kUserParameters, false);
-    if (event.form == PassForm::kFrozenForward && n + 1 == p_.net_count()) continue;
+    if (event.form == PassForm::kFrozenForward && n + 1 == program_.net_count()) continue;
     const unsigned units = event.units[rank][n];
     for (int i = 0; i < kUserParameters; ++i) {
       const auto& p = parameter(rank, n, i);
@@ -326,284 +303,128 @@ std::vector<std::vector<bool>> PlainUserRun::touched(const UserEvent& event, int
   return result;
 }
 
-bool PlainUserRun::is_dropped(int n, int rank) const {
-  bool any = false;
-  for (const Slot& slot : nets_[n].ranks[rank].slots) {
-    if (slot.sent && slot.holds != Holds::kNothing) {
-      if (slot.present) return false;
-      any = true;
-    }
-  }
-  return any;
-}
-
-bool PlainUserRun::is_partial(int n, int rank) const {
-  bool reset = false, left = false;
-  for (const Slot& slot : nets_[n].ranks[rank].slots) {
-    if (slot.sent && slot.holds != Holds::kNothing) (slot.present ? left : reset) = true;
-  }
-  return reset && left;
-}
-
-bool PlainUserRun::has(int n, int rank, int index) const {
-  const Slot& slot = nets_[n].ranks[rank].slots[index];
-  if (slot.holds == Holds::kNothing) return parameter(rank, n, index).tensor.grad().defined();
-  return slot.present && (slot.kept_apart || slot.holds == Holds::kGradient);
-}
-
-bool PlainUserRun::is_open(int n, int rank) const {
-  const auto& slots = nets_[n].ranks[rank].slots;
-  return std::any_of(slots.begin(), slots.end(), [](const Slot& s) { return s.packed; });
-}
-
-bool PlainUserRun::is_ambiguous(int n) const {
-  const auto& ranks = nets_[n].ranks;
-  return std::any_of(ranks.begin(), ranks.end(), [](const OfRank& r) { return r.ambiguous; });
-}
-
-bool PlainUserRun::needs(int n, int rank) const {
-  const OfRank& state = nets_[n].ranks[rank];
-  bool any = state.rounds > 0 || state.used || is_open(n, rank) || !nets_[n].clips.empty();
-  for (int i = 0; i < kUserParameters; ++i) any = any || has(n, rank, i);
-  return any;
-}
-
-int64_t PlainUserRun::rounds_dropped(int n, int rank) const {
-  const OfRank& state = nets_[n].ranks[rank];
-  return is_dropped(n, rank) ? state.rounds + (is_open(n, rank) ? 1 : 0) : state.dropped;
-}
-
-void PlainUserRun::drop(int n, int rank) {
-  OfRank& state = nets_[n].ranks[rank];
-  if (is_partial(n, rank)) return;
-  if (is_dropped(n, rank)) {
-    state.dropped = rounds_dropped(n, rank);
-    state.rounds = state.dropped;
-    for (Slot& slot : state.slots) slot.sent = slot.packed = false;
-  }
-  state.used = false;
-  for (int i = 0; i < kUserParameters; ++i) {
-    Slot& slot = state.slots[i];
-    if (slot.holds != Holds::kNothing && !slot.present) slot = {.packed = slot.packed};
-    state.used = state.used || slot.sent || has(n, rank, i);
-  }
-}
-
-void PlainUserRun::close_round(int n, int rank) {
-  OfRank& state = nets_[n].ranks[rank];
-  for (int i = 0; i < kUserParameters; ++i) {
-    Slot& slot = state.slots[i];
-    // The second of a parameter in one round is sent in the next.
-    if (has(n, rank, i) && !slot.packed) slot = {Holds::kMarker, true, false, true};
-    slot.packed = false;
-  }
-  ++state.rounds;
-}
-
-void PlainUserRun::reset_grad(int n, int rank, int index) {
-  parameter(rank, n, index).tensor.mutable_grad().reset();
-  if (!is_zero(n)) return;
-  nets_[n].averages = false;  // of the replicas, which were reset too
-  Slot& slot = nets_[n].ranks[rank].slots[index];
-  if (slot.holds == Holds::kNothing) return;
-  slot.altered = false;
-  slot.present = false;
-  if (slot.holds == Holds::kGradient && !slot.sent) slot = {.packed = slot.packed};
-}
-
 // --- What the ranks do
 
 void PlainUserRun::run_pass(const UserEvent& event, int rank) {
-  const auto hits = touched(event, rank);
+  const Hits hits = hits_of(event, rank);
   run_user_pass(event, replicas_[rank], rank,
                 [&](const at::Tensor& loss, bool retain, bool create) {
                   if (!loss.requires_grad()) return;
-                  (loss * p_.loss_scale).backward({}, retain, create);
+                  (loss * program_.loss_scale).backward({}, retain, create);
                 });
-  const bool kept_apart = p_.options.no_sync_fp32() && p_.dtype != at::kFloat;
-  const int times = event.form == PassForm::kTwice ? 2 : 1;
-  for (int n = 0; n < p_.net_count(); ++n) {
-    if (!is_zero(n)) continue;
-    const bool no_sync = (event.no_sync >> n & 1) != 0;
+  const bool has_graph = std::ranges::any_of(hits, is_hit);
+  const int times = event.form == PassForm::kTwice && has_graph ? 2 : 1;
+  for (int n = 0; n < program_.net_count(); ++n) {
     const bool own = event.driver == n;
-    const bool here = std::find(hits[n].begin(), hits[n].end(), true) != hits[n].end();
-    if (!own && !here) continue;
-    OfRank& state = nets_[n].ranks[rank];
+    if (!is_zero(n) || (!own && !is_hit(hits[n]))) continue;
     nets_[n].averages = false;
-    drop(n, rank);
-    const bool has_graph = [&] {
-      for (const auto& of_net : hits) {
-        if (std::find(of_net.begin(), of_net.end(), true) != of_net.end()) return true;
-      }
-      return false;
-    }();
-    for (int time = 0; time < (own && !has_graph ? 1 : times); ++time) {
-      if (own && !no_sync && is_open(n, rank)) close_round(n, rank);
-      const bool again = std::any_of(state.slots.begin(), state.slots.end(), [&](const Slot& s) {
-        return s.packed && hits[n][&s - state.slots.data()];
-      });
-      if (!own && !no_sync && again) {
-        for (int i = 0; i < kUserParameters; ++i) {
-          state.ambiguous = state.ambiguous || (hits[n][i] && !state.slots[i].packed);
-        }
-        close_round(n, rank);
-      }
-      for (int i = 0; i < kUserParameters; ++i) {
-        if (!hits[n][i]) continue;
-        Slot& slot = state.slots[i];
-        state.used = true;
-        slot.present = true;
-        if (no_sync) {
-          slot.holds = kept_apart ? Holds::kMarker : Holds::kGradient;
-          slot.kept_apart = kept_apart;
-        } else {
-          slot = {Holds::kMarker, true, false, true, false, true};
-        }
-      }
-      if (own && !no_sync) close_round(n, rank);
+    PromisedGradients& gradients = nets_[n].gradients[rank];
+    gradients.drop();
+    const bool no_sync = (event.no_sync >> n & 1) != 0;
+    for (int time = 0; time < times; ++time) {
+      own ? gradients.optimizer_backward(hits[n], no_sync)
+          : gradients.loss_backward(hits[n], no_sync);
     }
   }
 }
 
-void PlainUserRun::user_edit(const UserEvent& event, int rank) {
+void PlainUserRun::edit_gradients(const UserEvent& event, int rank) {
   at::NoGradGuard no_grad;
   Net& net = nets_[event.net];
   UserModel& model = replicas_[rank][event.net];
-  const at::Tensor p = model->managed()[event.parameter].tensor;
-  Slot& slot = net.ranks[rank].slots[event.parameter];
-  const auto changes = [](const Slot& s) {
-    return s.holds == Holds::kMarker || s.holds == Holds::kAverage || s.sent;
-  };
-  const auto change_grad = [&](int index, const std::function<void(at::Tensor&)>& change) {
-    Slot& s = net.ranks[rank].slots[index];
-    at::Tensor& grad = parameter(rank, event.net, index).tensor.mutable_grad();
-    if (s.holds == Holds::kNothing || (s.holds == Holds::kGradient && !s.sent)) {
-      if (grad.defined()) change(grad);
-    } else if (s.present) {
-      s.altered = true;
-    }
-  };
-  const auto stops_at = [&](int index) {
-    const Slot& s = net.ranks[rank].slots[index];
-    return s.holds == Holds::kMarker && s.present && !s.altered &&
-           parameter(rank, event.net, index).tensor.numel() > 1;
+  PromisedGradients& gradients = net.gradients[rank];
+  const auto reset = [&](int first, int end) {
+    net.averages = false;  // of the replicas, which were reset too
+    for (int i = first; i < end; ++i) gradients.reset(i);
   };
   switch (event.call) {
     case UserCall::kModuleZeroGrad:
     case UserCall::kBaseZeroGrad:
-      if (event.call == UserCall::kModuleZeroGrad || p_.frozen_in_groups) {
+      if (event.call == UserCall::kModuleZeroGrad || program_.frozen_in_groups) {
         model->frozen.mutable_grad().reset();
       }
-      for (int i = 0; i < kUserParameters; ++i) reset_grad(event.net, rank, i);
-      break;
+      return reset(0, kUserParameters);
     case UserCall::kPartZeroGrad:
-      reset_grad(event.net, rank, 0);
-      reset_grad(event.net, rank, 1);
-      break;
+      return reset(0, 2);
     case UserCall::kResetGrad:
-      reset_grad(event.net, rank, event.parameter);
-      break;
+      return reset(event.parameter, event.parameter + 1);
     case UserCall::kPutGrad:
-      if (slot.holds == Holds::kNothing || !changes(slot)) {
-        p.mutable_grad() = put_gradient(event, *model, p_.loss_scale, rank);
-      } else {
-        slot.present = slot.altered = true;
-      }
-      break;
+      return gradients.put(event.parameter, put_gradient(event, *model, program_.loss_scale, rank));
     case UserCall::kNegateGrad:
-      if (!stops_at(event.parameter)) {
-        change_grad(event.parameter, [](at::Tensor& g) { g.neg_(); });
-      }
-      break;
+      if (gradients.refuses_writes(event.parameter)) return;
+      return gradients.change(event.parameter, [](at::Tensor& g) { g.neg_(); });
     case UserCall::kClampGrad:
       net.averages = false;  // which it changes unnoticed, and without effect
-      for (int i = 0; i < kUserParameters && !stops_at(i); ++i) {
-        const Slot& s = net.ranks[rank].slots[i];
-        at::Tensor& grad = parameter(rank, event.net, i).tensor.mutable_grad();
-        const bool own = s.holds == Holds::kNothing || s.holds == Holds::kGradient;
-        if (own && grad.defined()) grad.clamp_(-0.25, 0.25);
+      for (int i = 0; i < kUserParameters && !gradients.refuses_writes(i); ++i) {
+        if (!gradients.is_local(i)) continue;
+        gradients.change(i, [](at::Tensor& g) { g.clamp_(-0.25, 0.25); });
       }
-      break;
+      return;
     case UserCall::kModuleZeroValues:
       for (int i = 0; i < kUserParameters; ++i) {
-        change_grad(i, [](at::Tensor& g) { g.zero_(); });
+        gradients.change(i, [](at::Tensor& g) { g.zero_(); });
       }
-      break;
+      return;
+    default:  // kRestoreGrad leaves things as they were
+      return;
+  }
+}
+
+void PlainUserRun::edit_parameters(const UserEvent& event, int rank) {
+  at::NoGradGuard no_grad;
+  zero::edit_parameters(program_, event, replicas_[rank], rank);
+  Net& net = nets_[event.net];
+  const int index = event.parameter;
+  switch (event.call) {
     case UserCall::kEditData:
-    case UserCall::kEditRaw: {
-      const at::Tensor value = edited_value(event, *model, event.parameter, 0);
-      p.copy_(value);
-      const bool is_master = !has_own_masters() && !net.moved[event.parameter];
-      if (net.masters.empty()) break;
-      if (is_master) {
-        net.masters[event.parameter].copy_(value);
+    case UserCall::kEditRaw:
+      if (net.masters.empty()) return;
+      if (has_own_masters() || net.edits.moved[index]) {
+        net.edits.stale[index] = true;
       } else {
-        net.stale[event.parameter] = true;
+        net.masters[index].copy_(parameter(rank, event.net, index).tensor);
       }
-      break;
-    }
+      return;
     case UserCall::kEditInPlace:
-      p.copy_(edited_value(event, *model, event.parameter, rank));
-      net.edited = true;
-      break;
+      net.edits.in_place = true;
+      return;
     case UserCall::kSetData:
-      p.set_data(edited_value(event, *model, event.parameter, rank).clone());
-      net.moved[event.parameter] = true;
-      if (event.parameter == kGain || event.parameter == kTwinIndex) net.tied = false;
-      break;
+      net.edits.moved[index] = true;
+      if (index == kGain || index == kTwinIndex) net.edits.tied = false;
+      return;
     case UserCall::kSetDataShape:
-      net.reshaped = true;
-      break;
     case UserCall::kRestoreShape:
-      net.reshaped = false;
-      break;
+      net.edits.reshaped = event.call == UserCall::kSetDataShape;
+      return;
     case UserCall::kTie:
-      model->twin.set_data(model->gain.data());
-      net.tied = net.moved[kTwinIndex] = true;
-      break;
+      net.edits.tied = net.edits.moved[kTwinIndex] = true;
+      return;
     case UserCall::kUntie:
-      model->twin.set_data(model->twin.data().clone());
-      net.tied = false;
-      break;
-    case UserCall::kEditFrozen:
-      model->frozen.data().copy_(grid({4}, event.seed + static_cast<uint64_t>(rank), 8, 8));
-      break;
-    case UserCall::kFreeze:
-      p.requires_grad_(false);
-      break;
-    case UserCall::kThaw:
-      for (const auto& each : model->managed()) each.tensor.requires_grad_(true);
-      break;
-    case UserCall::kThawFrozen:
-      model->frozen.requires_grad_(true);
-      break;
+      net.edits.tied = false;
+      return;
     case UserCall::kDropFrozenGrad:
-      for (int n = 0; n < p_.net_count(); ++n) {
-        UserModel& each = replicas_[rank][n];
-        if (!is_zero(n)) each->zero_grad();
+      for (int n = 0; n < program_.net_count(); ++n) {
         if (!is_zero(n)) nets_[n].unknown = false;
-        each->frozen.mutable_grad().reset();
-        each->frozen.requires_grad_(false);
       }
-      break;
+      return;
     case UserCall::kForeignStep:
       net.foreign[rank]->step();
       net.foreign[rank]->zero_grad();
-      break;
-    default:  // kRestoreGrad and kSetDataBack leave things as they were
-      break;
+      return;
+    default:
+      return;
   }
 }
 
 at::Tensor PlainUserRun::mean_of(int n, int index) const {
   at::Tensor sum;
-  for (int rank = 0; rank < p_.world_size; ++rank) {
+  for (int rank = 0; rank < program_.world_size; ++rank) {
     const at::Tensor& g = parameter(rank, n, index).tensor.grad();
     if (!g.defined()) continue;
-    const at::Tensor exact = g.detach().to(at::kDouble) / p_.loss_scale;
+    const at::Tensor exact = g.detach().to(at::kDouble) / program_.loss_scale;
     sum = sum.defined() ? sum + exact : exact;
   }
-  return sum.defined() ? sum / p_.world_size : sum;
+  return sum.defined() ? sum / program_.world_size : sum;
 }
 
 double PlainUserRun::norm(int n, double type) const {
@@ -625,50 +446,29 @@ double PlainUserRun::coefficient(int n) const {
 
 void PlainUserRun::complete(int n, bool gathers) {
   Net& net = nets_[n];
-  int64_t rounds = 0, dropped = 0;
+  int64_t rounds = 0;
   std::array<bool, kUserParameters> used{};
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    drop(n, rank);
-    OfRank& state = net.ranks[rank];
-    bool open = is_open(n, rank), late = false;
-    for (int i = 0; i < kUserParameters; ++i) {
-      if (has(n, rank, i)) (state.slots[i].packed ? late : open) = true;
-      used[i] = used[i] || state.slots[i].sent || has(n, rank, i);
-    }
-    rounds = std::max(rounds, state.rounds + (open ? 1 : 0) + (late ? 1 : 0));
-    dropped = std::max(dropped, state.dropped);
+  for (PromisedGradients& gradients : net.gradients) {
+    gradients.drop();
+    rounds = std::max(rounds, gradients.rounds_when_complete());
+    for (int i = 0; i < kUserParameters; ++i) used[i] = used[i] || gradients.has_or_sent(i);
   }
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    OfRank& state = net.ranks[rank];
-    for (int i = 0; i < kUserParameters; ++i) {
-      if (has(n, rank, i)) {
-        state.slots[i] = {Holds::kMarker, true, false, true};
-        state.used = true;
-      }
-      state.slots[i].packed = false;
-    }
-    state.rounds = rounds;
-    // The call worked, so ranks have dropped the same number, also where it was ambiguous here.
-    state.dropped = dropped;
-    state.ambiguous = false;
-  }
-  const bool full = p_.options.stage() == 1;
+  const int64_t dropped = net.most_dropped();
+  for (PromisedGradients& gradients : net.gradients) gradients.complete(rounds, dropped);
+  const bool full = program_.options.stage() == 1;
   if (!gathers || !full || rounds <= std::max(net.gathered, dropped)) return;
   net.gathered = rounds;
   net.averages = true;
-  for (OfRank& state : net.ranks) {
+  for (PromisedGradients& gradients : net.gradients) {
     for (int i = 0; i < kUserParameters; ++i) {
-      if (used[i]) state.slots[i] = {Holds::kAverage, true, false, state.slots[i].sent};
+      if (used[i]) gradients.average(i);
     }
   }
 }
 
-void PlainUserRun::forget(int n) {
+void PlainUserRun::clear_gradients(int n) {
   Net& net = nets_[n];
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    net.ranks[rank] = {};
-    for (const auto& p : replicas_[rank][n]->managed()) p.tensor.mutable_grad().reset();
-  }
+  for (PromisedGradients& gradients : net.gradients) gradients.clear();
   net.clips.clear();
   net.gathered = 0;
   net.averages = false;
@@ -691,50 +491,45 @@ void PlainUserRun::step(const UserEvent& event, const std::vector<UserOutcome>& 
                 ", got ", !skipped);
   }
   // A pass that gave no gradient has sent a round of zeros: parameters are written all the same.
-  int64_t dropped = 0;
-  for (const OfRank& state : net.ranks) dropped = std::max(dropped, state.dropped);
-  if (net.ranks[0].rounds > dropped && !skipped) {
+  if (net.gradients[0].rounds() > net.most_dropped() && !skipped) {
     net.optimizer->step();
     // Where a bucket's rows are parameters, a fused step writes those that it changes.
-    const bool writes_all = p_.options.layout() == Layout::kPerParameter || !p_.options.fused();
+    const bool writes_all =
+        program_.options.layout() == Layout::kPerParameter || !program_.options.fused();
     for (int i = 0; i < kUserParameters; ++i) {
-      if (net.stale[i] && !used[i] && !writes_all) continue;
-      net.stale[i] = false;
-      for (int rank = 0; rank < p_.world_size; ++rank) {
+      if (net.edits.stale[i] && !used[i] && !writes_all) continue;
+      net.edits.stale[i] = false;
+      for (int rank = 0; rank < program_.world_size; ++rank) {
         parameter(rank, event.net, i).tensor.data().copy_(net.masters[i]);
       }
     }
   }
-  forget(event.net);
+  clear_gradients(event.net);
 }
 
 void PlainUserRun::edit_all(const UserEvent& event) {
   at::NoGradGuard no_grad;
-  nets_[event.net].edited = true;
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    for (int i = 0; i < kUserParameters; ++i) {
-      const UserModelImpl& model = *replicas_[rank][event.net];
-      model.managed()[i].tensor.copy_(edited_value(event, model, i, rank));
-    }
+  nets_[event.net].edits.in_place = true;
+  for (int rank = 0; rank < program_.world_size; ++rank) {
+    edit_all_parameters(event, *replicas_[rank][event.net], rank);
   }
 }
 
 void PlainUserRun::refresh_masters(const UserEvent& event) {
   Net& net = nets_[event.net];
-  if (p_.dtype != at::kFloat) edit_all(event);
+  if (program_.dtype != at::kFloat) edit_all(event);
   for (int i = 0; i < kUserParameters; ++i) {
     const at::Tensor& first = parameter(0, event.net, i).tensor;
-    for (int rank = 1; rank < p_.world_size; ++rank) {
+    for (int rank = 1; rank < program_.world_size; ++rank) {
       parameter(rank, event.net, i).tensor.copy_(first);
     }
     net.masters[i].copy_(first);
   }
-  for (int n = 0; n < p_.net_count(); ++n) {
-    if (n != event.net && p_.nets != Nets::kParts) continue;
+  for (int n = 0; n < program_.net_count(); ++n) {
+    if (n != event.net && program_.nets != Nets::kParts) continue;
     for (auto& of_rank : replicas_) of_rank[n]->frozen.data().copy_(replicas_[0][n]->frozen);
   }
-  net.edited = false;
-  net.moved = net.stale = {};
+  net.edits.refresh();
 }
 
 void PlainUserRun::collective(const UserEvent& event, const std::vector<UserOutcome>& outcomes) {
@@ -742,10 +537,10 @@ void PlainUserRun::collective(const UserEvent& event, const std::vector<UserOutc
   Net& net = nets_[event.net];
   if (event.call == UserCall::kZeroGrad) {
     net.broken = net.unknown = false;
-    forget(event.net);
+    clear_gradients(event.net);
     return;
   }
-  complete(event.net, gathers_averages(event.call));
+  complete(event.net, kind_of(event.call) == UserCallKind::kGathersAverages);
   switch (event.call) {
     case UserCall::kNorm:
     case UserCall::kClip: {
@@ -773,12 +568,11 @@ void PlainUserRun::collective(const UserEvent& event, const std::vector<UserOutc
       break;
     case UserCall::kRefreshWorking:
       for (int i = 0; i < kUserParameters; ++i) {
-        for (int rank = 0; rank < p_.world_size; ++rank) {
+        for (int rank = 0; rank < program_.world_size; ++rank) {
           parameter(rank, event.net, i).tensor.copy_(net.masters[i]);
         }
       }
-      net.edited = false;
-      net.moved = net.stale = {};
+      net.edits.refresh();
       break;
     case UserCall::kStep:
     case UserCall::kClosureStep:
@@ -792,9 +586,41 @@ void PlainUserRun::collective(const UserEvent& event, const std::vector<UserOutc
 // --- After a call
 
 void PlainUserRun::follow(const std::vector<UserOutcome>& outcomes) {
+  check_outcomes(outcomes);
   const UserEvent event = task_.event;
+  const bool refused = std::ranges::any_of(
+      outcomes, [](const UserOutcome& outcome) { return !outcome.error.empty(); });
+  if (is_collective(event.call)) {
+    for (int rank = 0; rank < program_.world_size; ++rank) {
+      if (event.call == UserCall::kClosureStep) run_pass(event, rank);
+    }
+    nets_[event.net].refused = refused;
+    refused ? follow_refusal(event) : collective(event, outcomes);
+    return choose();
+  }
+  for (int rank = 0; rank < program_.world_size; ++rank) {
+    if (task_.by_rank[rank] == Expectation::kNotCalled) continue;
+    if (event.call == UserCall::kPass) {
+      if (outcomes[rank].error.empty()) run_pass(event, rank);
+    } else if (kind_of(event.call) == UserCallKind::kEditsGradients) {
+      edit_gradients(event, rank);
+    } else {
+      edit_parameters(event, rank);
+    }
+  }
+  if (event.call == UserCall::kSetDataShape) {
+    UserEvent restore = event, look = event;
+    restore.call = UserCall::kRestoreShape;
+    look.call = UserCall::kNorm;
+    queue_.insert(queue_.begin(), {look, restore});
+  }
+  if (event.call == UserCall::kPass && refused) remedy_pass(event);
+  choose();
+}
+
+void PlainUserRun::check_outcomes(const std::vector<UserOutcome>& outcomes) const {
   bool refused = false, worked = false;
-  for (int rank = 0; rank < p_.world_size; ++rank) {
+  for (int rank = 0; rank < program_.world_size; ++rank) {
     const Expectation e = task_.by_rank[rank];
     if (e == Expectation::kNotCalled) continue;
     const std::string& error = outcomes[rank].error;
@@ -808,120 +634,85 @@ void PlainUserRun::follow(const std::vector<UserOutcome>& outcomes) {
                     error.find("modified by an inplace operation") != std::string::npos,
                 "rank ", rank, ": expected an error that says what was expected, got: ", error);
   }
-  if (is_collective(event.call)) {
-    TORCH_CHECK(!refused || !worked, "expected an error on all ranks or on none");
-    if (event.call == UserCall::kClosureStep) {
-      for (int rank = 0; rank < p_.world_size; ++rank) run_pass(event, rank);
-    }
-    nets_[event.net].refused = refused;
-    if (refused) {
-      for (int rank = 0; rank < p_.world_size; ++rank) {
-        if (!nets_[event.net].broken) drop(event.net, rank);
-      }
-      if (event.call == UserCall::kCheckReplicas && !is_refused_for_gradients(event.net) &&
-          !is_ambiguous(event.net) && !nets_[event.net].tied) {
-        // It was agreed on, and what differs was found after that.
-        complete(event.net, /*gathers=*/false);
-        nets_[event.net].refused = false;
-      }
-      if (event.call == UserCall::kRefreshMasters && p_.dtype != at::kFloat) edit_all(event);
-      remedy(event);
-    } else {
-      collective(event, outcomes);
-    }
-    return choose();
+  TORCH_CHECK(!is_collective(task_.event.call) || !refused || !worked,
+              "expected an error on all ranks or on none");
+}
+
+void PlainUserRun::follow_refusal(const UserEvent& event) {
+  Net& net = nets_[event.net];
+  for (PromisedGradients& gradients : net.gradients) {
+    if (!net.broken) gradients.drop();
   }
-  bool settles = false;
-  for (int rank = 0; rank < p_.world_size; ++rank) {
-    if (task_.by_rank[rank] == Expectation::kNotCalled) continue;
-    const bool error = !outcomes[rank].error.empty();
-    if (event.call != UserCall::kPass) {
-      user_edit(event, rank);
-    } else if (!error) {
-      run_pass(event, rank);
-    } else {
-      settles = true;
-    }
+  if (event.call == UserCall::kCheckReplicas && !is_refused_for_gradients(event.net) &&
+      !net.is_ambiguous() && !net.edits.tied) {
+    // It was agreed on, and what differs was found after that.
+    complete(event.net, /*gathers=*/false);
+    net.refused = false;
   }
-  if (event.call == UserCall::kSetDataShape) {
-    UserEvent restore = event, look = event;
-    restore.call = UserCall::kRestoreShape;
-    look.call = UserCall::kNorm;
-    queue_.push_front(restore);
-    queue_.push_front(look);
+  if (event.call == UserCall::kRefreshMasters && program_.dtype != at::kFloat) edit_all(event);
+  remedy(event);
+}
+
+// Which of the nets have gradients of a part of the pass is not known.
+void PlainUserRun::remedy_pass(const UserEvent& event) {
+  std::vector<UserEvent> todo;
+  if (event.driver >= 0) nets_[event.driver].broken = true;
+  for (int n = 0; n < program_.net_count(); ++n) {
+    nets_[n].unknown = true;
+    nets_[n].refused = false;
+    if (!is_zero(n)) continue;
+    todo.push_back(on_all_ranks(event, UserCall::kNorm, n));
+    todo.push_back(on_all_ranks(event, UserCall::kZeroGrad, n));
+    todo.back().retried = true;
   }
-  if (settles) remedy(event);
-  choose();
+  todo.push_back(on_all_ranks(event, UserCall::kDropFrozenGrad, 0));
+  queue_.insert(queue_.begin(), todo.begin(), todo.end());
 }
 
 void PlainUserRun::remedy(const UserEvent& event) {
+  const int n = event.net;
+  const Net& net = nets_[n];
+  // zero_grad(), or the shape that was before, is next.
+  if ((event.call == UserCall::kNorm && net.unknown) || net.edits.reshaped) return;
   std::vector<UserEvent> todo;
-  const auto add = [&](UserCall call, int net) {
-    UserEvent e = event;
-    e.call = call;
-    e.net = net;
-    e.ranks = ~0U;
-    e.norm_type = 2.0;
-    e.look = true;
-    todo.push_back(e);
+  const auto add_if = [&](bool needed, UserCall call) {
+    if (needed) todo.push_back(on_all_ranks(event, call, n));
   };
-  const bool pass = event.call == UserCall::kPass;
-  if (pass) {
-    // Which of the nets have gradients of a part of the pass is not known.
-    if (event.driver >= 0) nets_[event.driver].broken = true;
-    for (int n = 0; n < p_.net_count(); ++n) {
-      nets_[n].unknown = true;
-      nets_[n].refused = false;
-      if (!is_zero(n)) continue;
-      add(UserCall::kNorm, n);
-      add(UserCall::kZeroGrad, n);
-      todo.back().retried = true;
-    }
-    add(UserCall::kDropFrozenGrad, 0);
-  } else if (event.call == UserCall::kNorm && nets_[event.net].unknown) {
-    return;  // zero_grad() is next
-  } else {
-    const int n = event.net;
-    Net& net = nets_[n];
-    const bool gradients = is_refused_for_gradients(n);
-    const bool clean = !gradients && !is_ambiguous(n) && event.call != UserCall::kCheckReplicas;
-    if (gradients || is_ambiguous(n)) add(UserCall::kZeroGrad, n);
-    if (net.reshaped) return;  // restored next
-    if (has_frozen(n)) add(UserCall::kThaw, n);
-    if (has_thawed_gradient(n)) add(UserCall::kDropFrozenGrad, n);
-    if (net.tied) add(UserCall::kUntie, n);
-    const bool stale = std::find(net.stale.begin(), net.stale.end(), true) != net.stale.end();
-    if (net.edited || net.is_moved() || (stale && event.call == UserCall::kCheckReplicas)) {
-      add(UserCall::kRefreshMasters, n);
-    }
-    TORCH_CHECK(!event.retried, "expected the call to work after its remedy");
-    if (clean && event.call != UserCall::kRefreshMasters) {
-      todo.push_back(event);
-      todo.back().retried = true;
-    }
+  const bool checks_replicas = event.call == UserCall::kCheckReplicas;
+  const bool gradients = is_refused_for_gradients(n) || net.is_ambiguous();
+  add_if(gradients, UserCall::kZeroGrad);
+  add_if(has_frozen(n), UserCall::kThaw);
+  add_if(has_thawed_gradient(n), UserCall::kDropFrozenGrad);
+  add_if(net.edits.tied, UserCall::kUntie);
+  add_if(net.edits.in_place || net.edits.is_moved() || (net.edits.is_stale() && checks_replicas),
+         UserCall::kRefreshMasters);
+  TORCH_CHECK(!event.retried, "expected the call to work after its remedy");
+  if (!gradients && !checks_replicas && event.call != UserCall::kRefreshMasters) {
+    todo.push_back(event);
+    todo.back().retried = true;
   }
-  for (auto e = todo.rbegin(); e != todo.rend(); ++e) queue_.push_front(*e);
+  queue_.insert(queue_.begin(), todo.begin(), todo.end());
 }
 
 void PlainUserRun::compare(int rank, const std::vector<UserModel>& models) const {
-  for (int n = 0; n < p_.net_count(); ++n) {
+  for (int n = 0; n < program_.net_count(); ++n) {
     const Net& net = nets_[n];
     const std::string prefix = "rank " + std::to_string(rank) + ": net " + std::to_string(n) + " ";
-    for (int i = 0; i < kUserParameters && !net.reshaped; ++i) {
+    for (int i = 0; i < kUserParameters && !net.edits.reshaped; ++i) {
       const auto& own = models[n]->managed()[i];
       const auto& plain = parameter(rank, n, i);
       // A master beside the middle of two 16-bit numbers may round to either.
-      const bool rounded = is_zero(n) && at::equal(plain.tensor, net.masters[i].to(p_.dtype));
+      const bool rounded = is_zero(n) && at::equal(plain.tensor, net.masters[i].to(program_.dtype));
       const at::Tensor& expected = rounded ? net.masters[i] : plain.tensor;
-      if (!net.stale[i]) expect_close(own.tensor, expected, prefix + own.name, kTolerance);
+      if (!net.edits.stale[i]) expect_close(own.tensor, expected, prefix + own.name, kTolerance);
       const std::string what = prefix + own.name + ".grad()";
       const at::Tensor& grad = own.tensor.grad();
       if (!is_zero(n)) {
         if (!net.unknown) expect_close(grad, plain.tensor.grad(), what, kTolerance);
         continue;
       }
-      const Slot& slot = net.ranks[rank].slots[i];
-      if (net.unknown || is_ambiguous(n) || slot.altered) continue;
+      const Slot& slot = net.gradients[rank].slot(i);
+      if (net.unknown || net.is_ambiguous() || slot.altered) continue;
       if (slot.holds != Holds::kNothing && !slot.present) {
         TORCH_CHECK(!grad.defined(), what, ": expected none, got one");
       } else if (slot.holds == Holds::kMarker) {

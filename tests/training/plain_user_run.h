@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/training/promised_gradients.h"
 #include "tests/training/user_sequence.h"
 
 namespace zero {
@@ -52,89 +53,80 @@ class PlainUserRun {
   const std::string& log() const { return log_; }
 
  private:
-  // What p.grad() of a ZeroOptimizer's parameter is promised to hold.
-  enum class Holds { kNothing, kGradient, kMarker, kAverage };
-  struct Slot {
-    Holds holds = Holds::kNothing;  // a gradient by hand is kNothing too
-    bool present = true;            // of what it holds: p.grad() was not reset
-    bool altered = false;           // replaced or changed since
-    bool sent = false;
-    bool kept_apart = false;  // with no_sync_fp32, a part was not sent
-    bool packed = false;      // in the open round
-  };
-  struct OfRank {
-    std::array<Slot, kUserParameters> slots;
-    int64_t rounds = 0;
-    int64_t dropped = 0;
-    bool used = false;
-    // Which round a gradient is in depends on the order in which a graph gave them.
-    bool ambiguous = false;
+  using Holds = PromisedGradients::Holds;
+  using Slot = PromisedGradients::Slot;
+  // What users have done to the parameters of a net.
+  struct Edits {
+    bool in_place = false;
+    bool tied = false;
+    bool reshaped = false;
+    std::array<bool, kUserParameters> moved{};
+    std::array<bool, kUserParameters> stale{};  // unnoticed: undone by a step that uses it
+
+    bool is_moved() const;
+    bool is_stale() const;
+    bool are_noticed() const { return in_place || tied || reshaped || is_moved(); }
+    void refresh();
   };
   struct Net {
     std::vector<at::Tensor> masters;  // double
     std::unique_ptr<torch::optim::Optimizer> optimizer;
     std::vector<std::unique_ptr<torch::optim::Optimizer>> foreign;  // by rank
-    std::vector<OfRank> ranks;
+    std::vector<PromisedGradients> gradients;                       // by rank
     std::vector<UserEvent> clips;
     int64_t gathered = 0;
     bool averages = false;  // those of now are in p.grad()
-    bool edited = false;    // noticed
-    bool tied = false;
-    bool reshaped = false;
-    std::array<bool, kUserParameters> moved{};
-    std::array<bool, kUserParameters> stale{};  // edited unnoticed: undone by a step that uses it
-    bool broken = false;                        // a pass was refused
-    bool unknown = false;                       // gradients may be of a part of a pass
-    bool refused = false;                       // the last collective call
+    Edits edits;
+    bool broken = false;   // a pass was refused
+    bool unknown = false;  // gradients may be of a part of a pass
+    bool refused = false;  // the last collective call
 
-    bool is_moved() const;
+    bool is_ambiguous() const;
+    int64_t most_dropped() const;
   };
+  // By net and parameter: what a pass gives gradients.
+  using Hits = std::vector<std::vector<bool>>;
 
   bool is_zero(int net) const { return nets_[net].optimizer != nullptr; }
   bool has_own_masters() const;
   const UserModelImpl::Managed& parameter(int rank, int net, int index) const {
     return replicas_[rank][net]->managed()[index];
   }
-  bool does(const UserEvent& event, int rank) const { return (event.ranks >> rank & 1) != 0; }
 
   void choose();
-  bool plan(const UserEvent& event);
-  bool plan_collective(const UserEvent& event);
+  std::vector<Expectation> expect(const UserEvent& event);
+  Expectation expect_collective(const UserEvent& event);
+  Expectation expect_zero_grad(const UserEvent& event);
+  Expectation expect_closure_step(const UserEvent& event) const;
+  Expectation expect_on(const UserEvent& event, int rank) const;
   Expectation expect_pass(const UserEvent& event, int rank) const;
   Expectation expect_gradient_edit(const UserEvent& event, int rank) const;
+  Expectation first_a_norm(const UserEvent& event);
   bool is_refused_for_gradients(int net) const;
   bool is_refused_for_parameters(int net) const;
   bool has_thawed_gradient(int net) const;
   bool has_frozen(int net) const;
+  Hits hits_of(const UserEvent& event, int rank) const;
 
-  // By rank, net and parameter: what a pass gives gradients.
-  std::vector<std::vector<bool>> touched(const UserEvent& event, int rank) const;
-  bool is_partial(int net, int rank) const;
-  bool is_dropped(int net, int rank) const;
-  bool has(int net, int rank, int index) const;
-  bool is_open(int net, int rank) const;
-  bool is_ambiguous(int net) const;
-  bool needs(int net, int rank) const;
-  int64_t rounds_dropped(int net, int rank) const;
-
-  void drop(int net, int rank);
-  void close_round(int net, int rank);
   void run_pass(const UserEvent& event, int rank);
-  void user_edit(const UserEvent& event, int rank);
-  void reset_grad(int net, int rank, int index);
+  void edit_gradients(const UserEvent& event, int rank);
+  void edit_parameters(const UserEvent& event, int rank);
   void complete(int net, bool gathers);
-  void forget(int net);
+  void clear_gradients(int net);
   void collective(const UserEvent& event, const std::vector<UserOutcome>& outcomes);
   void step(const UserEvent& event, const std::vector<UserOutcome>& outcomes);
   void edit_all(const UserEvent& event);
   void refresh_masters(const UserEvent& event);
+  void check_outcomes(const std::vector<UserOutcome>& outcomes) const;
+  void follow_refusal(const UserEvent& event);
+  void remedy_pass(const UserEvent& event);
   void remedy(const UserEvent& event);
 
   at::Tensor mean_of(int net, int index) const;
   double norm(int net, double type) const;
   double coefficient(int net) const;
 
-  const UserProgram& p_;
+  const UserProgram& program_;
   std::vector<std::vector<UserModel>> replicas_;  // by rank and net
   std::vector<Net> nets_;
   std::deque<UserEvent> queue_;

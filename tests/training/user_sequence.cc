@@ -201,53 +201,60 @@ class Generator : Draws {
   int passes_ = 0;  // since the last step
 };
 
-constexpr std::array kCallNames = {"pass",
-                                   "zero_grad()",
-                                   "module->zero_grad()",
-                                   "submodule->zero_grad()",
-                                   "Optimizer::zero_grad()",
-                                   "module->zero_grad(false)",
-                                   "p.grad() put",
-                                   "p.grad().neg_()",
-                                   "clip_grad_value_",
-                                   "p.grad().reset()",
-                                   "p.grad() out and back",
-                                   "p.data() edited",
-                                   "data_ptr() edited",
-                                   "p edited in place",
-                                   "set_data",
-                                   "set_data and back",
-                                   "set_data of another shape",
-                                   "set_data ties twin to gain",
-                                   "frozen parameter edited",
-                                   "requires_grad_(false)",
-                                   "requires_grad_(true)",
-                                   "requires_grad_(true) of the frozen",
-                                   "step() of torch's optimizer",
-                                   "reduce_gradients",
-                                   "grad_norm",
-                                   "clip_grad_norm_",
-                                   "gradient",
-                                   "master",
-                                   "check_replicas",
-                                   "refresh_master_parameters",
-                                   "refresh_working_parameters",
-                                   "step",
-                                   "step(closure)",
-                                   "shape restored",
-                                   "twin untied",
-                                   "gradient of the frozen dropped"};
+struct CallTraits {
+  const char* name;
+  UserCallKind kind;
+};
+constexpr CallTraits kCalls[] = {
+    {"pass", UserCallKind::kPass},
+    {"zero_grad()", UserCallKind::kCollective},
+    {"module->zero_grad()", UserCallKind::kEditsGradients},
+    {"submodule->zero_grad()", UserCallKind::kEditsGradients},
+    {"Optimizer::zero_grad()", UserCallKind::kEditsGradients},
+    {"module->zero_grad(false)", UserCallKind::kEditsGradients},
+    {"p.grad() put", UserCallKind::kEditsGradients},
+    {"p.grad().neg_()", UserCallKind::kEditsGradients},
+    {"clip_grad_value_", UserCallKind::kEditsGradients},
+    {"p.grad().reset()", UserCallKind::kEditsGradients},
+    {"p.grad() out and back", UserCallKind::kEditsGradients},
+    {"p.data() edited", UserCallKind::kEditsParameters},
+    {"data_ptr() edited", UserCallKind::kEditsParameters},
+    {"p edited in place", UserCallKind::kEditsParameters},
+    {"set_data", UserCallKind::kEditsParameters},
+    {"set_data and back", UserCallKind::kEditsParameters},
+    {"set_data of another shape", UserCallKind::kEditsParameters},
+    {"set_data ties twin to gain", UserCallKind::kEditsParameters},
+    {"frozen parameter edited", UserCallKind::kEditsParameters},
+    {"requires_grad_(false)", UserCallKind::kEditsParameters},
+    {"requires_grad_(true)", UserCallKind::kEditsParameters},
+    {"requires_grad_(true) of the frozen", UserCallKind::kEditsParameters},
+    {"step() of torch's optimizer", UserCallKind::kEditsParameters},
+    {"reduce_gradients", UserCallKind::kGathersAverages},
+    {"grad_norm", UserCallKind::kGathersAverages},
+    {"clip_grad_norm_", UserCallKind::kGathersAverages},
+    {"gradient", UserCallKind::kGathersAverages},
+    {"master", UserCallKind::kChecksParameters},
+    {"check_replicas", UserCallKind::kCollective},
+    {"refresh_master_parameters", UserCallKind::kCollective},
+    {"refresh_working_parameters", UserCallKind::kCollective},
+    {"step", UserCallKind::kGathersAverages},
+    {"step(closure)", UserCallKind::kCollective},
+    {"shape restored", UserCallKind::kEditsParameters},
+    {"twin untied", UserCallKind::kEditsParameters},
+    {"gradient of the frozen dropped", UserCallKind::kEditsParameters}};
 constexpr std::array kFormNames = {
     "",         " twice over one graph",    " create_graph",           " after grad()",
     " penalty", " frozen until it is over", " frozen before backward", " without wait_for"};
 
 }  // namespace
 
+UserCallKind kind_of(UserCall call) { return kCalls[static_cast<size_t>(call)].kind; }
+
 UserProgram draw_user_program(uint64_t seed) { return Generator(seed).draw(); }
 
 std::string describe(const UserEvent& e, int ranks) {
   std::ostringstream text;
-  text << kCallNames[static_cast<size_t>(e.call)] << " net " << e.net;
+  text << kCalls[static_cast<size_t>(e.call)].name << " net " << e.net;
   const unsigned all = (1U << ranks) - 1;
   if ((e.ranks & all) != all) text << " ranks 0x" << std::hex << (e.ranks & all) << std::dec;
   if (e.call == UserCall::kPass || e.call == UserCall::kClosureStep) {
@@ -356,6 +363,63 @@ at::Tensor put_gradient(const UserEvent& event, const UserModelImpl& model, doub
   const at::Tensor& p = model.managed()[event.parameter].tensor;
   return (grid(p.sizes(), event.seed + static_cast<uint64_t>(rank), 8, 4) * scale)
       .to(p.scalar_type());
+}
+
+void edit_all_parameters(const UserEvent& event, const UserModelImpl& model, int rank) {
+  for (int i = 0; i < kUserParameters; ++i) {
+    model.managed()[i].tensor.copy_(edited_value(event, model, i, rank));
+  }
+}
+
+void edit_parameters(const UserProgram& program, const UserEvent& event,
+                     std::vector<UserModel>& models, int rank) {
+  UserModel& model = models[event.net];
+  const at::Tensor p = model->managed()[event.parameter].tensor;
+  const auto value = [&](int of) { return edited_value(event, *model, event.parameter, of); };
+  switch (event.call) {
+    case UserCall::kEditData:
+      p.data().copy_(value(0));
+      return;
+    case UserCall::kEditRaw:
+      at::from_blob(p.data_ptr(), p.sizes(), p.strides(), p.options().requires_grad(false))
+          .copy_(value(0));
+      return;
+    case UserCall::kEditInPlace:
+      p.copy_(value(rank));
+      return;
+    case UserCall::kSetData:
+      return p.set_data(value(rank).clone());
+    case UserCall::kSetDataBack: {
+      const at::Tensor own = p.data();
+      p.set_data(value(rank).clone());
+      return p.set_data(own);
+    }
+    case UserCall::kTie:
+      return model->twin.set_data(model->gain.data());
+    case UserCall::kUntie:
+      return model->twin.set_data(model->twin.data().clone());
+    case UserCall::kEditFrozen:
+      model->frozen.data().copy_(grid({4}, event.seed + static_cast<uint64_t>(rank), 8, 8));
+      return;
+    case UserCall::kFreeze:
+      p.requires_grad_(false);
+      return;
+    case UserCall::kThaw:
+      for (const auto& each : model->managed()) each.tensor.requires_grad_(true);
+      return;
+    case UserCall::kThawFrozen:
+      model->frozen.requires_grad_(true);
+      return;
+    case UserCall::kDropFrozenGrad:
+      for (size_t n = 0; n < models.size(); ++n) {
+        if (program.is_foreign(static_cast<int>(n))) models[n]->zero_grad();
+        models[n]->frozen.mutable_grad().reset();
+        models[n]->frozen.requires_grad_(false);
+      }
+      return;
+    default:
+      return;
+  }
 }
 
 void run_user_pass(

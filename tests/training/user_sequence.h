@@ -70,6 +70,17 @@ enum class UserCall {
   kDropFrozenGrad,
 };
 
+enum class UserCallKind {
+  kPass,
+  kEditsGradients,  // by hand
+  kEditsParameters,
+  kCollective,
+  kChecksParameters,  // collective, and refuses parameters that users have changed
+  kGathersAverages,   // such a call, and p.grad() has averages behind it in stage 1
+};
+UserCallKind kind_of(UserCall call);
+inline bool is_collective(UserCall call) { return kind_of(call) >= UserCallKind::kCollective; }
+
 enum class PassForm {
   kOnce,
   kTwice,          // two backward passes over one graph, the first with retain_graph
@@ -151,6 +162,11 @@ constexpr int kUserParameters = 8;
 // What `event` puts into parameter `index` on `rank`.
 at::Tensor edited_value(const UserEvent& event, const UserModelImpl& model, int index, int rank);
 at::Tensor put_gradient(const UserEvent& event, const UserModelImpl& model, double scale, int rank);
+// Puts new values into all parameters of `model`.
+void edit_all_parameters(const UserEvent& event, const UserModelImpl& model, int rank);
+// What the user does to parameters of these models; nothing for other calls.
+void edit_parameters(const UserProgram& program, const UserEvent& event,
+                     std::vector<UserModel>& models, int rank);
 
 // Makes the graph of a pass over `models`, and runs `backward` for each time that the event has a
 // backward pass over it.

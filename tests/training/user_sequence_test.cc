@@ -219,7 +219,6 @@ class UserRank {
     ZeroOptimizer& o = *optimizers_[event.net];
     wait_for_all();
     at::NoGradGuard no_grad;
-    const auto value = [&](int rank) { return edited_value(event, *model, event.parameter, rank); };
     switch (event.call) {
       case UserCall::kModuleZeroGrad:
         return model->zero_grad();
@@ -245,60 +244,16 @@ class UserRank {
         p.mutable_grad() = grad;
         return;
       }
-      case UserCall::kEditData:
-        p.data().copy_(value(0));
-        return;
-      case UserCall::kEditRaw:
-        at::from_blob(p.data_ptr(), p.sizes(), p.strides(), p.options().requires_grad(false))
-            .copy_(value(0));
-        return;
-      case UserCall::kEditInPlace:
-        p.copy_(value(rank_));
-        return;
-      case UserCall::kSetData:
-        return p.set_data(value(rank_).clone());
-      case UserCall::kSetDataBack: {
-        const at::Tensor own = p.data();
-        p.set_data(value(rank_).clone());
-        return p.set_data(own);
-      }
       case UserCall::kSetDataShape:
         own_data_ = p.data();
         return p.set_data(at::zeros({3, 7}, p.options().requires_grad(false)));
       case UserCall::kRestoreShape:
         return p.set_data(own_data_);
-      case UserCall::kTie:
-        return model->twin.set_data(model->gain.data());
-      case UserCall::kUntie:
-        return model->twin.set_data(model->twin.data().clone());
-      case UserCall::kEditFrozen:
-        model->frozen.data().copy_(grid({4}, event.seed + static_cast<uint64_t>(rank_), 8, 8));
-        return;
-      case UserCall::kFreeze:
-        p.requires_grad_(false);
-        return;
-      case UserCall::kThaw:
-        for (const auto& each : model->managed()) each.tensor.requires_grad_(true);
-        return;
-      case UserCall::kThawFrozen:
-        model->frozen.requires_grad_(true);
-        return;
-      case UserCall::kDropFrozenGrad:
-        for (size_t n = 0; n < models_.size(); ++n) {
-          if (p_.is_foreign(static_cast<int>(n))) models_[n]->zero_grad();
-          models_[n]->frozen.mutable_grad().reset();
-          models_[n]->frozen.requires_grad_(false);
-        }
-        return;
       case UserCall::kRefreshMasters:
-        if (p_.dtype != at::kFloat) {
-          for (int i = 0; i < kUserParameters; ++i) {
-            model->managed()[i].tensor.copy_(edited_value(event, *model, i, rank_));
-          }
-        }
+        if (p_.dtype != at::kFloat) edit_all_parameters(event, *model, rank_);
         return o.refresh_master_parameters();
       default:
-        TORCH_CHECK(false, "unknown call");
+        return edit_parameters(p_, event, models_, rank_);
     }
   }
 
