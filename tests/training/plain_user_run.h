@@ -101,7 +101,6 @@ class PlainUserRun {
   Expectation expect_on(const UserEvent& event, int rank) const;
   Expectation expect_pass(const UserEvent& event, int rank) const;
   Expectation expect_gradient_edit(const UserEvent& event, int rank) const;
-  Expectation first_a_norm(const UserEvent& event);
   bool is_refused_for_gradients(int net) const;
   bool is_refused_for_parameters(int net) const;
   bool has_thawed_gradient(int net) const;
