@@ -233,13 +233,18 @@ void raise(double& largest, double value) {
   if (!(value <= largest)) largest = value;  // a NaN must not pass
 }
 
+ZeroOptimizer make_placed(const JobShape& t, const Mesh& mesh, Local& local, bool adam = true,
+                          ZeroOptions options = {}) {
+  t.place(mesh, options);
+  return ZeroOptimizer(local.module, make_optimizer(local.groups, adam), mesh.group(t.home),
+                       options);
+}
+
 Largest train_in_parts(const JobShape& t, const Mesh& mesh, bool adam,
-                       std::optional<double> max_norm, ZeroOptions options,
+                       std::optional<double> max_norm, const ZeroOptions& options,
                        const Reference& reference) {
   Local local(t, mesh, at::kFloat);
-  t.place(mesh, options);
-  ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, adam), mesh.group(t.home),
-                          options);
+  ZeroOptimizer optimizer = make_placed(t, mesh, local, adam, options);
   Largest largest;
   for (int step = 0; step < kSteps; ++step) {
     optimizer.backward(local.loss(t, mesh, step));
@@ -443,31 +448,28 @@ TEST(HybridOptimizerTest, UpdatesInTheBackwardPassHaveTheBitsOfUpdatesInTheStep)
     const JobShape t = topology(name);
     for (const Layout layout :
          {Layout::kContiguous, Layout::kPerParameter, Layout::kWholeParameters}) {
-      run_ranks(
-          t.ranks(),
-          [&](const Group& world) {
-            const Mesh mesh(world, t.dimensions);
-            const Group home = mesh.group(t.home);
-            auto options = ZeroOptions().layout(layout).bucket_bytes(100).skip_nonfinite(false);
-            t.place(mesh, options);
-            Local early(t, mesh, at::kFloat), late(t, mesh, at::kFloat);
-            ZeroOptimizer in_step(late.module, make_optimizer(late.groups, true), home, options);
-            options.update_in_backward(true);
-            ZeroOptimizer in_backward(early.module, make_optimizer(early.groups, true), home,
-                                      options);
-            for (int step = 0; step < kSteps; ++step) {
-              in_step.backward(late.loss(t, mesh, step));
-              in_backward.backward(early.loss(t, mesh, step));
-              in_step.step();
-              in_backward.step();
-              for (size_t p = 0; p < early.tensors.size(); ++p) {
-                EXPECT_TRUE(at::equal(early.tensors[p], late.tensors[p]))
-                    << t.name << ", " << early.parameters[p]->name << ", step " << step;
-              }
-            }
-            in_backward.check_replicas();
-          },
-          {Transport::kMemory});
+      run_ranks(t.ranks(),
+                [&](const Group& world) {
+                  const Mesh mesh(world, t.dimensions);
+                  auto options =
+                      ZeroOptions().layout(layout).bucket_bytes(100).skip_nonfinite(false);
+                  Local early(t, mesh, at::kFloat), late(t, mesh, at::kFloat);
+                  ZeroOptimizer in_step = make_placed(t, mesh, late, true, options);
+                  options.update_in_backward(true);
+                  ZeroOptimizer in_backward = make_placed(t, mesh, early, true, options);
+                  for (int step = 0; step < kSteps; ++step) {
+                    in_step.backward(late.loss(t, mesh, step));
+                    in_backward.backward(early.loss(t, mesh, step));
+                    in_step.step();
+                    in_backward.step();
+                    for (size_t p = 0; p < early.tensors.size(); ++p) {
+                      EXPECT_TRUE(at::equal(early.tensors[p], late.tensors[p]))
+                          << t.name << ", " << early.parameters[p]->name << ", step " << step;
+                    }
+                  }
+                  in_backward.check_replicas();
+                },
+                {Transport::kMemory});
     }
   }
 }
@@ -479,10 +481,7 @@ void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int b
   run_ranks(t.ranks(), [&](const Group& world) {
     const Mesh mesh(world, t.dimensions);
     Local local(t, mesh, dtype);
-    ZeroOptions options;
-    t.place(mesh, options);
-    ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
-                            options);
+    ZeroOptimizer optimizer = make_placed(t, mesh, local);
     const double scale = optimizer.loss_scale();
     EXPECT_EQ(scale, dtype == at::kHalf ? 65536.0 : 1.0);
     for (int step = 0; step < 3; ++step) {
@@ -516,10 +515,7 @@ TEST(HybridOptimizerTest, OneFp16StageScalesAllStages) {
   run_ranks(4, [&](const Group& world) {
     const Mesh mesh(world, t.dimensions);
     Local local(t, mesh, mesh.coordinate("pp") == 1 ? at::kHalf : at::kFloat);
-    ZeroOptions options;
-    t.place(mesh, options);
-    ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
-                            options);
+    ZeroOptimizer optimizer = make_placed(t, mesh, local);
     EXPECT_EQ(optimizer.loss_scale(), 65536.0);
   });
 }
@@ -529,10 +525,7 @@ TEST(HybridOptimizerTest, ADriftedExpertIsFoundByEveryRank) {
   run_ranks(4, [&](const Group& world) {
     const Mesh mesh(world, t.dimensions);
     Local local(t, mesh, at::kBFloat16);
-    ZeroOptions options;
-    t.place(mesh, options);
-    ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
-                            options);
+    ZeroOptimizer optimizer = make_placed(t, mesh, local);
     optimizer.check_replicas();
     if (world.rank() == 3) local.tensors[3].detach()[0][0] += 1;
     const std::string text = zero::error_of([&] { optimizer.check_replicas(); });
@@ -552,10 +545,7 @@ void expect_refused(const JobShape& t, const std::string& part) {
     const Mesh mesh(world, t.dimensions);
     Local local(t, mesh, at::kFloat);
     try {
-      ZeroOptions options;
-      t.place(mesh, options);
-      ZeroOptimizer optimizer(local.module, make_optimizer(local.groups, true), mesh.group(t.home),
-                              options);
+      const ZeroOptimizer optimizer = make_placed(t, mesh, local);
       ADD_FAILURE() << "not refused on rank " << world.rank() << ": " << part;
     } catch (const c10::Error& error) {
       const std::string text = error.what_without_backtrace();
