@@ -4,6 +4,7 @@
 // recover() with every kind of optimizer, layout and dtype: all ranks go back to a protected step
 // and make the same steps again, in every bit.
 #include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
 
 #include <latch>
 #include <memory>
@@ -12,6 +13,8 @@
 
 #include "tests/support/checkpoint_run.h"
 #include "tests/support/error_of.h"
+#include "tests/support/fixed_gradients.h"
+#include "tests/support/random_tensors.h"
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint_options.h"
@@ -97,6 +100,47 @@ TEST(RecoverOptionsTest, EachOfTwoOptimizersGoesBackToAStepOfItsOwn) {
       EXPECT_EQ(differing(of_ahead, ahead.snapshot()), 0);
       EXPECT_EQ(differing(of_behind, behind.snapshot()), 0);
     }
+  });
+}
+
+// Rank 0 may still be receiving what the first one's step has made since.
+TEST(RecoverOptionsTest, TheSecondOfTwoOptimizersOverOneModuleLeavesTheFirstAsItIs) {
+  std::latch connected(3);
+  run_ranks(3, [&](const Group& group) {
+    // What is sent with others, in channels_last too, and what is sent alone.
+    const std::vector<at::Tensor> initial = {
+        random_tensor({4, 3, 2, 2}, 1).contiguous(at::MemoryFormat::ChannelsLast),
+        random_tensor({3}, 2), random_tensor({70000}, 3), random_tensor({5}, 4)};
+    GivenGradients model(initial);
+    const auto optimizer_of = [&](size_t begin, size_t end) {
+      const std::vector<at::Tensor> own(model.values.begin() + begin, model.values.begin() + end);
+      return std::make_unique<torch::optim::SGD>(own, 0.1);
+    };
+    const ZeroOptions options = ZeroOptions().protect(1);
+    ZeroOptimizer first(model, optimizer_of(0, 3), group, options);
+    ZeroOptimizer second(model, optimizer_of(3, 4), group, options);
+    const auto step = [&] {
+      first.backward(model.loss(initial));
+      first.step();
+      second.step();
+    };
+    step();
+    fail_a_connection(first, connected);
+    first.recover();
+    std::vector<at::Tensor> left;
+    for (const at::Tensor& value : model.values) left.push_back(value.detach().clone());
+    const auto add_on_rank_0 = [&](float number) {
+      for (size_t i = 0; i < 3 && group.rank() == 0; ++i) {
+        model.values[i].mutable_data_ptr<float>()[0] += number;
+      }
+    };
+    add_on_rank_0(8);
+    second.recover();
+    add_on_rank_0(-8);
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_LT((model.values[i] - left[i]).abs().max().item<float>(), 1e-5) << i;
+    }
+    step();
   });
 }
 

@@ -97,14 +97,17 @@ void Broadcasts::over_home(const std::vector<NamedTensor>& tensors, const char* 
     bytes = 0;
   };
   for (const NamedTensor& item : tensors) {
-    const auto needed = static_cast<int64_t>(item.tensor.nbytes());
+    // What another optimizer manages here, whose rows rank 0 may not have yet, keeps its values and
+    // its version. Another rank may need them: all send alike.
+    const at::Tensor tensor = is_managed(item.tensor) ? item.tensor.detach().clone() : item.tensor;
+    const auto needed = static_cast<int64_t>(tensor.nbytes());
     if (needed > kSmallBytes) {
-      send(item.tensor, comms_.home, what);
+      send(tensor, comms_.home, what);
       continue;
     }
     if (needed == 0) continue;
     if (bytes + aligned(needed) > kTogetherBytes) send_small();
-    small.push_back(item.tensor);
+    small.push_back(tensor);
     bytes += aligned(needed);
   }
   send_small();

@@ -31,7 +31,7 @@ class Broadcasts {
   // equal values already are not sent, on a CPU.
   void parameters() const;
   // Collective over the home group. `what` is named in errors. Small tensors, of which a model has
-  // many, travel together.
+  // many, travel together. A rank on which another optimizer manages a tensor keeps what it has.
   void over_home(const std::vector<NamedTensor>& tensors, const char* what) const;
 
  private:
