@@ -427,6 +427,70 @@ TEST(ReplanTest, WhatWasFrozenAtConstructionInAGroupLeavesItThere) {
   }
 }
 
+// As a backbone that is thawed later, with an optimizer of its own.
+TEST(ReplanTest, WhatWasFrozenInAGroupMayBeTrainedByAnotherOptimizerSince) {
+  const auto train = [](const Group& group, bool in_group, std::latch& connected) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    const ZeroOptions options = ZeroOptions().protect(100);
+    v[4].requires_grad_(false);
+    Values own = {v[0], v[1], v[2]};
+    if (in_group) own.push_back(v[4]);
+    ZeroOptimizer first(model, std::make_unique<AdamW>(own, AdamWOptions(0.05)), group, options);
+    v[4].requires_grad_(true);
+    ZeroOptimizer second(model, std::make_unique<AdamW>(Values{v[4]}, AdamWOptions(0.02)), group,
+                         options);
+    int number = 0;
+    const auto step = [&] {
+      first.backward(model.loss(gradients(v, ++number, group.rank(), 2)));
+      first.step();
+      second.step();
+    };
+    step();
+    first.freeze({v[0]});
+    step();
+    first.unfreeze({v[0]});
+    step();
+    first.add_param_group(third_group(Inner::kAdamW, {v[3]}));
+    step();
+    first.resize_rows({{v[0], at::arange(5)}});
+    step();
+    const auto failing = first.group().make_communicator("own", Purpose::kControl);
+    connected.arrive_and_wait();
+    failing->abort("as in a test");
+    first.recover();
+    second.recover();
+    step();
+    EXPECT_EQ(first.param_groups()[0].params().size(), own.size());
+    return copies(v);
+  };
+  std::latch with(2), without(2);
+  run_ranks(2, [&](const Group& group) {
+    const Values values = train(group, true, with), expected = train(group, false, without);
+    for (size_t i = 0; i < values.size(); ++i) EXPECT_TRUE(values[i].equal(expected[i])) << i;
+  });
+}
+
+// It would be trained from the next step on by a call that does not name it.
+TEST(ReplanTest, WhatWasFrozenInAGroupIsTrainedWhenACallNamesIt) {
+  run_ranks(2, [](const Group& group) {
+    GivenGradients model(initial(at::kFloat));
+    const auto& v = model.values;
+    v[4].requires_grad_(false);
+    ZeroOptimizer optimizer(model, std::make_unique<AdamW>(Values{v[0], v[1], v[4]}), group);
+    v[4].requires_grad_(true);
+    optimizer.freeze({v[0]});
+    optimizer.backward(model.loss(gradients(v, 0, group.rank(), 2)));
+    expect_words(error_of([&] { optimizer.step(); }), {"value4", "unfreeze()"});
+    optimizer.zero_grad();
+    v[4].mutable_grad().reset();
+    optimizer.unfreeze({v[4]});
+    optimizer.backward(model.loss(gradients(v, 0, group.rank(), 2)));
+    optimizer.step();
+    EXPECT_FALSE(v[4].equal(initial(at::kFloat)[4]));
+  });
+}
+
 TEST(ReplanTest, AnUnfrozenParameterReturnsToItsGroup) {
   run_ranks(2, [](const Group& group) {
     GivenGradients model(initial(at::kFloat));

@@ -109,7 +109,8 @@ std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
 }
 
 ParameterTable::ParameterTable(const torch::nn::Module& module,
-                               const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+                               const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                               const std::function<bool(const at::Tensor&)>& trained) {
   // Tied tensors are listed once for each name they have.
   std::unordered_map<const void*, std::vector<std::string>> names;
   std::vector<NamedTensor> in_order;
@@ -125,13 +126,14 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
   }
   for (const NamedTensor& item : in_order) {
     const auto seen = groups_seen.find(key(item.tensor));
-    if (seen != groups_seen.end() && item.tensor.requires_grad()) {
+    const bool own = seen != groups_seen.end();
+    if (own && item.tensor.requires_grad() && (!trained || trained(item.tensor))) {
       check_trainable(item.tensor, item.name);
       index_[key(item.tensor)] = static_cast<int64_t>(parameters_.size());
       parameters_.push_back({item.name, item.tensor, seen->second, dense_strides(item.tensor),
                              item.tensor.sizes().vec()});
     } else {
-      frozen_.push_back({item.name, item.tensor, item.tensor.requires_grad()});
+      frozen_.push_back({item.name, item.tensor, !own && item.tensor.requires_grad()});
     }
   }
   TORCH_CHECK(!parameters_.empty(),
@@ -179,6 +181,15 @@ void ParameterTable::collect_group(
 int64_t ParameterTable::find(const at::Tensor& tensor) const {
   const auto found = tensor.defined() ? index_.find(key(tensor)) : index_.end();
   return found == index_.end() ? -1 : found->second;
+}
+
+std::function<bool(const at::Tensor&)> ParameterTable::managed_or(
+    const std::vector<at::Tensor>& added) const {
+  std::unordered_set<const void*> keys;
+  for (const at::Tensor& tensor : added) keys.insert(key(tensor));
+  return [this, keys = std::move(keys)](const at::Tensor& tensor) {
+    return find(tensor) >= 0 || keys.contains(key(tensor));
+  };
 }
 
 int64_t ParameterTable::index_of(const at::Tensor& tensor) const {

@@ -59,9 +59,11 @@ class ParameterTable {
   // Collects the parameters of `groups` that require gradients; a group may have none. A tensor
   // that is registered in `module` under several names (tied) may also be given several times
   // within one group; it is managed once, under its first name. Throws c10::Error naming the
-  // parameter for everything the constructor of ZeroOptimizer refuses.
+  // parameter for everything the constructor of ZeroOptimizer refuses. `trained`: those alone for
+  // which it returns true.
   ParameterTable(const torch::nn::Module& module,
-                 const std::vector<torch::optim::OptimizerParamGroup>& groups);
+                 const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                 const std::function<bool(const at::Tensor&)>& trained = nullptr);
 
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Parameters without gradients, and of the module but of no group.
@@ -77,6 +79,9 @@ class ParameterTable {
 
   // -1 when `tensor` is not managed.
   int64_t find(const at::Tensor& tensor) const;
+  // For a table that is made again: tensors that are managed, and `added`. Others of the groups may
+  // require gradients since, for another optimizer. This table must outlive it.
+  std::function<bool(const at::Tensor&)> managed_or(const std::vector<at::Tensor>& added) const;
   // Throws c10::Error when `tensor` is not managed.
   int64_t index_of(const at::Tensor& tensor) const;
 

@@ -179,7 +179,8 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     GradientFlags flags;
     const auto undo = c10::make_scope_exit([&] { flags.undo(); });
     flags.set(change.parameters, !change.leaves);
-    const ParameterTable table(engine.module, change.groups);
+    const ParameterTable table(engine.module, change.groups,
+                               engine.table.managed_or(change.parameters));
     for (size_t g = 0; g < change.groups.size(); ++g) {
       lines.push_back(c10::str("options of parameter group ", g, " ",
                                options_text(change.groups[g].options())));
@@ -266,7 +267,8 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
   try {
     try {
       flags.set(change.parameters, !change.leaves);
-      return engine.make_again(inner, engine.group(), change.groups, Engine::Frozen::kUnmanaged);
+      return engine.make_again(inner, engine.group(), change.groups, Engine::Frozen::kUnmanaged,
+                               change.parameters);
     } catch (const c10::DistBackendError&) {
       throw;
     } catch (const c10::Error&) {

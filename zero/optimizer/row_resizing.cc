@@ -112,7 +112,7 @@ Parameter resized(const Parameter& p, const RowSources& sources) {
 void check_new(const Engine& engine, const std::vector<RowSources>& sources,
                const Engine::ParamGroups& groups) {
   const torch::optim::Optimizer& inner = engine.shards.inner();
-  const ParameterTable now(engine.module, groups);
+  const ParameterTable now(engine.module, groups, engine.table.managed_or({}));
   const std::vector<Parameter>& before = engine.table.parameters();
   for (size_t i = 0; i < std::max(before.size(), now.parameters().size()); ++i) {
     TORCH_CHECK(i < before.size() && i < now.parameters().size() &&

@@ -230,7 +230,8 @@ void warn_of_parameters_twice(const ParameterTable& table, const torch::optim::O
 
 std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
                                      std::unique_ptr<torch::optim::Optimizer>& inner,
-                                     const Group& group, const ZeroOptions& options, Frozen sent) {
+                                     const Group& group, const ZeroOptions& options, Frozen sent,
+                                     const std::function<bool(const at::Tensor&)>& trained) {
   auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
   std::unique_ptr<ParameterTable> table;
   std::optional<ShardDomains> domains;
@@ -263,7 +264,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
     layouts = group_layouts(*inner, options);
     check_moments(*inner, options);
-    table = std::make_unique<ParameterTable>(module, inner->param_groups());
+    table = std::make_unique<ParameterTable>(module, inner->param_groups(), trained);
     check_split_masters(*table, *inner, layouts, options);
     check_update_in_backward(*table, *inner, options);
     check_micro_batches(*inner, layouts, group.world_size(), options);
@@ -322,9 +323,11 @@ void set_groups(torch::optim::Optimizer& inner, const Engine::ParamGroups& group
 
 std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
                                            const Group& over, const ParamGroups& groups,
-                                           Frozen sent) const {
+                                           Frozen sent,
+                                           const std::vector<at::Tensor>& added) const {
   set_groups(*inner, groups);
-  std::unique_ptr<Engine> engine = make(module, inner, over, options, sent);
+  std::unique_ptr<Engine> engine =
+      make(module, inner, over, options, sent, table.managed_or(added));
   engine->early.read_options_of(early.groups());
   return engine;
 }
@@ -334,8 +337,9 @@ std::unique_ptr<Engine> Engine::make_over_same_ranks(
   set_groups(*inner, groups);
   std::unique_ptr<Engine> engine;
   construct(*comms, /*agreed=*/false, [&] {
-    engine = std::make_unique<Engine>(module, inner, domains, options, comms,
-                                      ParameterTable(module, inner->param_groups()), Frozen::kNone);
+    engine = std::make_unique<Engine>(
+        module, inner, domains, options, comms,
+        ParameterTable(module, inner->param_groups(), table.managed_or({})), Frozen::kNone);
   });
   engine->early.read_options_of(early.groups());
   return engine;

@@ -47,15 +47,16 @@ struct Engine {
   // Collective. All that the constructor of ZeroOptimizer checks and makes. If it throws, `inner`
   // is still the caller's, unless memory ran out. Throws CommunicationError after a failure of the
   // communication, its base c10::DistBackendError after one of this rank alone, and another
-  // c10::Error where all ranks refuse.
-  static std::unique_ptr<Engine> make(torch::nn::Module& module,
-                                      std::unique_ptr<torch::optim::Optimizer>& inner,
-                                      const Group& group, const ZeroOptions& options, Frozen sent);
+  // c10::Error where all ranks refuse. `trained` as in ParameterTable.
+  static std::unique_ptr<Engine> make(
+      torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer>& inner,
+      const Group& group, const ZeroOptions& options, Frozen sent,
+      const std::function<bool(const at::Tensor&)>& trained = nullptr);
   // Collective. The same over `over` and `groups`, with the inner optimizer that release()
-  // returned. Numbers and state are not taken over.
+  // returned, of parameters that are managed now or `added`. Numbers and state are not taken over.
   std::unique_ptr<Engine> make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
-                                     const Group& over, const ParamGroups& groups,
-                                     Frozen sent) const;
+                                     const Group& over, const ParamGroups& groups, Frozen sent,
+                                     const std::vector<at::Tensor>& added = {}) const;
   // Collective. The same over the ranks and communicators of this one, which must only be destroyed
   // then. Sends the managed parameters. If it throws, the communicators are closed.
   std::unique_ptr<Engine> make_over_same_ranks(std::unique_ptr<torch::optim::Optimizer>& inner,
