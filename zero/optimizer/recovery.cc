@@ -291,6 +291,8 @@ std::unique_ptr<Engine> Recovery::make_again(const Group& over) {
     // The options of the protected step are set when it is loaded.
     groups.emplace_back(members[g], lifeline_->first_options[g]->clone());
   }
+  // The failure may have left a pass of another optimizer, for which they were switched off.
+  for (const Parameter& p : engine.table.parameters()) p.tensor.requires_grad_(true);
   std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
   try {
     return engine.make_again(inner, over, groups, Engine::Frozen::kAll);
