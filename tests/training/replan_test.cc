@@ -595,14 +595,18 @@ TEST(ReplanTest, WhatTheProgramHasChangedBeforeIsRefusedAndChangesNothing) {
         if (job.differs) register_late(job);
       });
   refuses(
-      {"rank 0: parameter value3", "rank 1: "}, [](Job& job) { job.require({3}, !job.differs); },
+      {"rank 1", "parameter value3", "does not name", "let freeze() take it too"},
+      [](Job& job) { job.require({3}, !job.differs); }, [](Job& job) { job.require({3}, true); });
+  // Alike on all ranks, too.
+  refuses(
+      {"parameter value3", "does not name"}, [](Job& job) { job.require({3}, false); },
       [](Job& job) { job.require({3}, true); });
   // Which no optimizer trains.
   refuses(
       {"value5 of no ZeroOptimizer"}, [](Job& job) { job.require({5}, !job.differs); },
       [](Job& job) { job.require({5}, true); });
   refuses(
-      {"nothing to optimize"},
+      {"parameter value1", "does not name"},
       [](Job& job) {
         job.require({0, 1, 2, 3}, false);
       },

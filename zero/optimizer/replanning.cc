@@ -203,6 +203,14 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     change.groups = copy_of(groups);
     check_known(engine.module, engine.table, given, /*managed=*/change.leaves);
     change.edit(change.groups);
+    // Another one would leave too, with its masters and state.
+    const auto named = change.leaves ? numbers_of({change.parameters}) : GroupNumbers();
+    for (const Parameter& p : engine.table.parameters()) {
+      TORCH_CHECK(p.tensor.requires_grad() || named.contains(p.tensor.unsafeGetTensorImpl()),
+                  "parameter ", p.name,
+                  ": expected requires_grad as at construction, got a frozen one that this call "
+                  "does not name; set it back before the call, or let freeze() take it too");
+    }
     check_options(change.groups);
     const Names names = names_in(engine.module);
     const GroupNumbers numbers = numbers_of(change.leaves ? groups : change.groups);
