@@ -166,16 +166,14 @@ bool throws_of_communication(const std::function<void()>& call,
 TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
   const auto options = ZeroOptions().bucket_bytes(900).protect(1);
   struct Case {
-    ZeroOptions options;    // of all
-    Inner inner;            // of the process that joins
-    bool of_communication;  // where it is an error of recover()
+    ZeroOptions options;  // of all
+    Inner inner;          // of the process that joins
     std::vector<std::string> words;
   };
-  for (const Case& c : {Case{options, Inner::kSgd, true, {"inner optimizer", "AdamW", "SGD"}},
-                        Case{ZeroOptions(options).micro_batches(2),
-                             Inner::kAdamW,
-                             false,
-                             {"micro_batches", "3 ranks"}}}) {
+  // The last one is one too many.
+  for (const Case& c :
+       {Case{options, Inner::kSgd, {"inner optimizer", "AdamW", "SGD"}},
+        Case{ZeroOptions(options).micro_batches(2), Inner::kAdamW, {"micro_batches", "3 ranks"}}}) {
     std::latch trained(2);
     run_job([&](const Group& job) {
       if (job.joins()) {
@@ -188,8 +186,7 @@ TEST(JoiningTest, AProcessThatDoesNotFitIsRefusedAndTheOthersGoOn) {
       m.train_until_joined(trained);
       const int64_t before = m.steps();
       // A loop that recovers from communication errors does so from this one.
-      EXPECT_EQ(throws_of_communication([&] { m.optimizer.recover(); }, c.words),
-                c.of_communication);
+      EXPECT_TRUE(throws_of_communication([&] { m.optimizer.recover(); }, c.words));
       // Until the next one there is no optimizer to use.
       for (const auto& call : std::vector<std::function<void()>>{
                [&] { m.pass(0); }, [&] { m.optimizer.step(); }, [&] { m.optimizer.zero_grad(); },

@@ -375,9 +375,14 @@ RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& gr
       engine_->protocol.fail_stop(
           [&] { report.steps = restore(*lifeline->generations, step, groups, "recover()"); });
       return report;
-    } catch (const c10::Error&) {
+    } catch (const c10::Error& error) {
       // One that died meanwhile is on no further list.
-      if (!lifeline->roll.lost_one_of(present.ranks)) throw;
+      if (lifeline->roll.lost_one_of(present.ranks)) continue;
+      // Nor is one too many, whose constructor has thrown it too: the next call goes on without it.
+      const int64_t most = engine_->options.micro_batches();
+      const bool all_refuse = dynamic_cast<const c10::DistBackendError*>(&error) == nullptr;
+      if (!all_refuse || most == 0 || std::ssize(present.ranks) <= most) throw;
+      throw_communication_error(error_text(error));
     }
   }
 }
