@@ -4,6 +4,7 @@
 // A weight whose gradient arrives several times in one pass, as activation checkpointing makes it,
 // beside plain torch.
 #include <ATen/Functions.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -37,11 +38,17 @@ struct Recompute : torch::autograd::Function<Recompute> {
                                                  torch::autograd::variable_list gradients) {
     const auto* body = reinterpret_cast<const Body*>(context->saved_data["body"].toInt());
     const at::AutoGradMode enable(true);
+    std::optional<at::ThreadLocalStateGuard> as_before;
+    if (state != nullptr) as_before.emplace(*state);
     at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
     torch::autograd::backward({(*body)(x)}, gradients);
     return {x.grad(), at::Tensor()};
   }
+
+  // Of before the pass, under which it computes again; or null.
+  static thread_local const at::ThreadLocalState* state;
 };
+thread_local const at::ThreadLocalState* Recompute::state = nullptr;
 
 // `shared` is used outside of the checkpointed parts and in both of them.
 struct CheckpointedModel : torch::nn::Module {
@@ -73,6 +80,7 @@ struct CheckpointedRun {
   int world_size = 2;
   bool plain = false;
   bool no_sync = false;
+  bool as_before = false;  // in what is computed again: autocast, and all else of the thread
   ZeroOptions options;
 };
 
@@ -117,6 +125,8 @@ Trajectory checkpointed_on_ranks(const CheckpointedRun& t) {
     int firings = 0;
     model.shared.register_hook([&](const at::Tensor&) { ++firings; });
     ZeroOptimizer optimizer(model, sgd_of(model), group, t.options);
+    const at::ThreadLocalState before;
+    if (t.as_before) Recompute::state = &before;
     for (int step = 0; step < kSteps; ++step) {
       for (int micro = 0; micro < kMicroBatches; ++micro) {
         const auto guard = optimizer.no_sync(t.no_sync && micro == 0);
@@ -147,6 +157,7 @@ TEST_P(CheckpointedAt, SharedWeightThatFiresSeveralTimesEqualsPlainTorch) {
           t.world_size = GetParam();
           t.plain = plain;
           t.no_sync = no_sync;
+          t.as_before = bucket_bytes == 700;
           t.options.stage(stage)
               .bucket_bytes(bucket_bytes)
               .layout(bucket_bytes == 128 ? Layout::kPerParameter : Layout::kContiguous);

@@ -77,7 +77,9 @@ at::Tensor scale_of(const at::Tensor& output, double scale) {
 
 constexpr const char* kTwoThreads =
     "backward passes: expected one at a time, got those of two threads at once; add up the losses "
-    "of all threads before one backward(), or start a rank for each of them";
+    "of all threads before one backward(), or start a rank for each of them. On a GPU a pass "
+    "inside of backward() under an at::ThreadLocalStateGuard of before it counts as that of "
+    "another thread";
 
 // What to do about incomplete gradients.
 std::string remedy(bool update_in_backward) {
@@ -271,8 +273,11 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
 std::unique_lock<std::mutex> BackwardPasses::take_turn() {
   std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   const bool free = turn.owns_lock();
-  // Autograd takes a pass of backward() along to all of its hooks, and to passes that begin there.
-  if (!free || (running_ && PassUnderWay::current() == nullptr)) {
+  // Autograd takes a pass of backward() along to all of its hooks, and to passes that begin there,
+  // unless they begin under the thread state of before. On a CPU those are on its thread.
+  const bool of_the_pass =
+      PassUnderWay::current() != nullptr || runs_in_.load() == std::this_thread::get_id();
+  if (!free || (running_ && !of_the_pass)) {
     if (!free) turn.lock();  // the other thread uses what is changed here
     const std::string text =
         c10::str(kTwoThreads, ". Gradients are incomplete: ", remedy(parts_.update_in_backward));
@@ -403,6 +408,7 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
   std::unique_lock<std::mutex> turn = take_turn();
   const bool inside = running_.exchange(true);
+  if (!inside) runs_in_ = std::this_thread::get_id();
   const auto ended = c10::make_scope_exit([this, inside] {
     running_ = inside;
     if (!inside) unwaited_.clear();

@@ -20,6 +20,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "zero/agreement/call_protocol.h"
@@ -133,7 +134,8 @@ class BackwardPasses {
   std::vector<const torch::autograd::PostAccumulateGradHook*> after_hooks_;
   bool any_ = false;
   std::atomic<bool> running_ = false;  // run() is under way: it scales the gradients that arrive
-  std::mutex turn_;                    // see take_turn()
+  std::atomic<std::thread::id> runs_in_ = {};  // the thread that has called it
+  std::mutex turn_;                            // see take_turn()
   bool warned_ = false;
   std::vector<uint8_t> by_hand_;  // GradientReducer::by_hand() of the last step
   bool warned_of_by_hand_ = false;
