@@ -589,6 +589,33 @@ TEST(UpdateInBackwardTest, GradientsByHandAreUpdatedByNoCallButStep) {
     run.optimizer.step();
     other.optimizer.step();
     EXPECT_TRUE(same_bits(run.everything(), other.everything()));
+    // Nor is it an update to drop them, where a call has refused them too.
+    for (TestRun* r : {&run, &other}) {
+      for (at::Tensor& value : r->model.values) value.mutable_grad() = at::ones_like(value);
+    }
+    const int64_t rounds = run.optimizer.stats().rounds;
+    expect_refused([&] { run.optimizer.broadcast_buffers(); }, {"or zero_grad()"});
+    for (TestRun* r : {&run, &other}) r->optimizer.zero_grad();
+    EXPECT_EQ(run.optimizer.stats().rounds, rounds);
+    EXPECT_FALSE(run.model.values[0].grad().defined());
+    for (TestRun* r : {&run, &other}) r->step(1);
+    EXPECT_TRUE(same_bits(run.everything(), other.everything()));
+  });
+}
+
+// As a program does that keeps their moments.
+TEST(UpdateInBackwardTest, AParameterMayRequireNoGradientInThePass) {
+  run_ranks(2, [](const Group& group) {
+    TestRun run(group, kUsual, with(small())), other(group, kUsual, without(small()));
+    for (int step = 0; step < 3; ++step) {
+      for (TestRun* r : {&run, &other}) {
+        for (const size_t p : {0, 1}) r->model.values[p].requires_grad_(step != 1);
+        r->backward(step);
+        for (const size_t p : {0, 1}) r->model.values[p].requires_grad_(true);
+        r->optimizer.step();
+      }
+      EXPECT_TRUE(same_bits(run.everything(), other.everything())) << step;
+    }
   });
 }
 

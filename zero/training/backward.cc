@@ -347,9 +347,10 @@ void BackwardPasses::begin() {
   try {
     // Also where this pass uses none of the parameters that were reset.
     parts_.reducer.drop_resets();
-    // Nobody looks again before the first update.
+    // Nobody looks again before the first update. Parameters that require no gradients have none,
+    // and are step()'s.
     if (parts_.update_in_backward) {
-      parts_.table.verify();
+      parts_.table.verify_values();
       parts_.take_options();
     }
   } catch (const std::exception& error) {
