@@ -196,14 +196,16 @@ std::string early_update_problem(const Engine& engine, Call call) {
              "after it; reset it, or make the optimizer without that option";
     default:
       // Any other call would send what is in p.grad(), and so update parameters.
-      if (call == Call::kZeroGrad ? !engine.reducer.any_used()
+      if (call == Call::kZeroGrad ? !engine.reducer.any_used() || !engine.reducer.has_packed()
                                   : engine.reducer.rounds_needed() == 0) {
         return {};
       }
-      return std::string(call_name(call)) +
-             ": expected step() after backward() with update_in_backward(true), since parameters "
-             "are updated before it, got gradients that are not stepped; call step() first, or go "
-             "on from a checkpoint with a new optimizer";
+      return c10::str(
+          call_name(call),
+          ": expected step() after backward() with update_in_backward(true), since parameters are "
+          "updated before it, got gradients that are not stepped; call step() first, or ",
+          engine.reducer.has_packed() ? "go on from a checkpoint with a new optimizer"
+                                      : "zero_grad(), which drops what was put into p.grad()");
   }
 }
 
@@ -344,8 +346,12 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
     arguments.on_all_ranks += micro_batches->is_begun() ? "backward() of all micro-batches"
                                                         : "backward() of no micro-batch";
   }
-  // Gradients that came under the guard of use_ema() are not sent with its end.
-  const int64_t rounds = call == Call::kEndEma ? 0 : reducer.rounds_needed();
+  // Gradients that came under the guard of use_ema() are not sent with its end, and a round of
+  // zeros would be an update.
+  const bool sends_none =
+      call == Call::kEndEma ||
+      (call == Call::kZeroGrad && options.update_in_backward() && !reducer.has_packed());
+  const int64_t rounds = sends_none ? 0 : reducer.rounds_needed();
   Agreement agreement = protocol.exchange(call, problem, std::move(arguments),
                                           {rounds, passes.any(), reducer.used()});
   comms->run_or_close([&] {
