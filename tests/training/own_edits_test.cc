@@ -206,10 +206,19 @@ TEST(OwnEditsTest, AGradientThatWasPutThereOnceTrainsOneStepAndIsWarnedOf) {
     r.own(1, 0);
     r.optimizer.step();
     r.expect(-2, -14);
+    // Nor are those that the program drops behind a step, as torch would.
+    put();
+    r.optimizer.step();
+    r.optimizer.zero_grad();
+    r.optimizer.step();
+    r.expect(-2, -16);
     EXPECT_EQ(warnings.texts, std::vector<std::string>());
     put();
-    for (int step = 0; step < 3; ++step) r.optimizer.step();
-    r.expect(-2, -16);
+    for (int step = 0; step < 3; ++step) {
+      r.optimizer.step();
+      r.optimizer.zero_grad(/*set_to_none=*/false);
+    }
+    r.expect(-2, -18);
     ASSERT_EQ(warnings.texts.size(), 1U);
     expect_words(warnings.texts[0], {"step(): parameter b: expected a gradient in p.grad()",
                                      "no backward pass had made", "again before each step"});

@@ -202,8 +202,8 @@ void ZeroOptimizer::wait_for(const at::Tensor& parameter) {
   });
 }
 
-void ZeroOptimizer::zero_grad(bool) {
-  impl_->run([](Engine& engine) { engine.zero_grad(); });
+void ZeroOptimizer::zero_grad(bool set_to_none) {
+  impl_->run([&](Engine& engine) { engine.zero_grad(set_to_none); });
 }
 
 bool ZeroOptimizer::step_skipped() const { return impl_->engine->record.counts().skipped; }

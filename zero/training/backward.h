@@ -76,6 +76,8 @@ class BackwardPasses {
   // To be called by each step. Warns once where a gradient was put into p.grad() by hand before the
   // last step, which has taken it out, and is not there now: torch would use it again.
   void check_by_hand();
+  // The program has taken out of p.grad() itself what torch would use again.
+  void forget_by_hand() { by_hand_.clear(); }
   // Returns whether a pass began, or that of another optimizer arrived, or a loss was scaled since
   // the last step.
   bool any() const { return any_; }

@@ -94,7 +94,7 @@ struct Engine {
   // alike too.
   void step(const ParamGroups& groups, const std::function<void()>& also = nullptr,
             const std::string& argument = {});
-  void zero_grad();
+  void zero_grad(bool set_to_none);
 
   // Their steps.
   // Stage 1: brings p.grad() up to the agreed rounds.

@@ -299,7 +299,7 @@ void Engine::forget_gradients(bool end_of_step) {
   shards.end_update();
 }
 
-void Engine::zero_grad() {
+void Engine::zero_grad(bool set_to_none) {
   const MicroBatchSums* const micro_batches = reducer.micro_batches();
   const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() &&
                           !clipping.has_clips() && !protocol.owes_an_error() &&
@@ -309,6 +309,8 @@ void Engine::zero_grad() {
     protocol.repaired();
   }
   forget_gradients(/*end_of_step=*/false);
+  // Else torch keeps the memory of a gradient, to which a program may be bound once.
+  if (set_to_none) passes.forget_by_hand();
   for (const Parameter& p : table.parameters()) p.tensor.mutable_grad().reset();
 }
 
