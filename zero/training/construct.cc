@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <unordered_set>
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/construction_check.h"
@@ -209,19 +210,18 @@ void construct(OptimizerCommunicators& comms, bool agreed, const std::function<v
 // Plain libtorch has no list of what it has updated in a step already.
 void warn_of_parameters_twice(const ParameterTable& table, const torch::optim::Optimizer& inner) {
   for (const auto& group : inner.param_groups()) {
-    std::vector<const void*> known;
+    std::unordered_set<const void*> known;
     if (each_once(group.params()).size() == group.params().size()) continue;
     for (const at::Tensor& tensor : group.params()) {
       const int64_t index = table.find(tensor);
       if (index < 0) continue;
-      if (std::ranges::find(known, tensor.unsafeGetTensorImpl()) != known.end()) {
+      if (!known.insert(tensor.unsafeGetTensorImpl()).second) {
         TORCH_WARN("parameter ", table.parameters()[index].name,
                    " is listed twice in its parameter group, as parameters() of libtorch does for "
                    "one with two names. Plain libtorch updates such a parameter twice in a step, "
                    "which is about twice the learning rate; a ZeroOptimizer updates it once");
         return;
       }
-      known.push_back(tensor.unsafeGetTensorImpl());
     }
   }
 }
