@@ -28,6 +28,8 @@ class Generator : Draws {
 
   UserProgram draw() {
     draw_configuration();
+    p_.recovers = p_.seed % 4 == 0;
+    if (p_.recovers) p_.options.protect(1000);
     const int64_t count = 6 + below(14);
     for (int64_t i = 0; i < count; ++i) p_.events.push_back(draw_event());
     for (int net = 0; net < p_.net_count(); ++net) {
@@ -194,6 +196,7 @@ class Generator : Draws {
       e.net = 0;
     }
     if (e.call == UserCall::kStep || e.call == UserCall::kClosureStep) passes_ = 0;
+    e.made_anew = e.call == UserCall::kStep && e.seed % 3 == 0;
     return e;
   }
 
@@ -275,6 +278,7 @@ std::string describe(const UserEvent& e, int ranks) {
   if (e.call == UserCall::kNorm || e.call == UserCall::kClip) text << " type " << e.norm_type;
   if (e.call == UserCall::kClip) text << " max " << e.max_norm;
   if (e.retried) text << " (again)";
+  if (e.made_anew) text << " and resize_rows";
   return text.str();
 }
 
@@ -287,8 +291,8 @@ std::string describe(const UserProgram& p) {
        << name_of(p.inner) << (p.frozen_in_groups ? " with the frozen parameter" : "") << ", scale "
        << p.loss_scale << ", stage " << o.stage() << " " << name_of(o.layout()) << " bucket_bytes "
        << o.bucket_bytes().value_or(0) << (o.fused() ? " fused" : "")
-       << (o.overlap_gather() ? " overlap_gather" : "")
-       << (o.no_sync_fp32() ? " no_sync_fp32" : "");
+       << (o.overlap_gather() ? " overlap_gather" : "") << (o.no_sync_fp32() ? " no_sync_fp32" : "")
+       << (p.recovers ? " after recover()" : "");
   for (size_t i = 0; i < p.events.size(); ++i) {
     text << "\n  " << i << ": " << describe(p.events[i], p.world_size);
   }

@@ -110,6 +110,7 @@ struct UserEvent {
   double norm_type = 2.0;  // of kNorm and kClip
   double max_norm = 1.0;   // of kClip
   bool retried = false;    // again after a refusal
+  bool made_anew = false;  // of kStep: resize_rows() behind it, which changes nothing
 };
 
 struct UserProgram {
@@ -120,6 +121,7 @@ struct UserProgram {
   c10::ScalarType dtype = c10::ScalarType::Float;
   Inner inner = Inner::kSgd;
   bool frozen_in_groups = false;  // the frozen parameter is in the inner optimizer's list
+  bool recovers = false;          // recover() of each optimizer before the events
   double loss_scale = 1.0;        // constant
   ZeroOptions options;
   std::vector<UserEvent> events;

@@ -13,9 +13,11 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
 #include <iostream>
+#include <latch>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -102,7 +104,8 @@ std::unique_ptr<torch::optim::Optimizer> make_inner(const UserProgram& p, const 
 // A rank with its ZeroOptimizers.
 class UserRank {
  public:
-  UserRank(const UserProgram& program, const Group& group) : p_(program), rank_(group.rank()) {
+  UserRank(const UserProgram& program, const Group& group, std::latch& connected)
+      : p_(program), rank_(group.rank()) {
     for (int n = 0; n < p_.net_count(); ++n) {
       models_.emplace_back(p_.dtype, p_.seed + static_cast<uint64_t>(1000 * rank_ + 100 * n));
       if (p_.nets == Nets::kParts) {
@@ -120,6 +123,11 @@ class UserRank {
       optimizers_.push_back(
           std::make_unique<ZeroOptimizer>(module, make_inner(p_, models_[n]), group, p_.options));
     }
+    if (!p_.recovers || p_.world_size == 1) return;
+    const auto failing = group.make_communicator("failing", Purpose::kControl);
+    connected.arrive_and_wait();
+    failing->abort("as in a test");
+    for (auto& o : optimizers_) o->recover();
   }
 
   const std::vector<UserModel>& models() const { return models_; }
@@ -203,6 +211,9 @@ class UserRank {
         return {};
       case UserCall::kStep:
         o.step();
+        if (event.made_anew && p.numel() > 0 && values_are_masters()) {
+          o.resize_rows({{p, at::arange(p.size(0))}});
+        }
         return at::scalar_tensor(o.step_skipped(), at::kBool);
       case UserCall::kClosureStep: {
         const at::Tensor loss = o.step([&] { return run_pass(event); });
@@ -213,6 +224,13 @@ class UserRank {
         edit(event, model, p);
         return {};
     }
+  }
+
+  // Else resize_rows() takes what was edited unseen for new values. What requires gradients without
+  // an optimizer counts as another one's when an optimizer is made anew.
+  bool values_are_masters() const {
+    return p_.dtype == at::kFloat && p_.options.layout() != Layout::kPerParameter &&
+           std::ranges::none_of(models_, [](auto& m) { return m->frozen.requires_grad(); });
   }
 
   void edit(const UserEvent& event, UserModel& model, const at::Tensor& p) {
@@ -271,6 +289,7 @@ class UserRank {
 // Empty, or what went wrong and after which calls.
 std::string run_program(const UserProgram& program) {
   PlainUserRun plain(program);
+  std::latch connected(program.world_size);
   std::vector<UserOutcome> outcomes(program.world_size);
   Meeting meeting(program.world_size, [&] { plain.follow(outcomes); });
   const bool overlaps = program.options.overlap_gather();
@@ -279,7 +298,7 @@ std::string run_program(const UserProgram& program) {
     // Of passes without gradients and graphs of graphs, of which torch and the library warn.
     Warnings silent;
     try {
-      UserRank own(program, group);
+      UserRank own(program, group, connected);
       while (plain.task() != nullptr) {
         const UserTask& task = *plain.task();
         const bool look = task.event.look || !overlaps;
