@@ -7,6 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
@@ -124,6 +125,22 @@ TEST(AutogradTest, HooksOfTheUserHaveTheirSayWheneverRegistered) {
     net.linear->bias.register_hook([](const at::Tensor& g) { return g * 3; });
   };
   expect_trains_as_plain_torch(user);
+}
+
+TEST(AutogradTest, OptimizersLeaveNothingMoreInTheHooksOfAParameter) {
+  run_ranks(1, [](const Group& group) {
+    Net net;
+    for (int i = 0; i < 3; ++i) {
+      ZeroOptimizer optimizer(net, std::make_unique<torch::optim::SGD>(net.parameters(), 0.1),
+                              group, ZeroOptions());
+      optimizer.freeze({net.linear->bias});
+      optimizer.unfreeze({net.linear->bias}, 0);
+    }
+    for (const at::Tensor& p : net.parameters()) {
+      const auto* const meta = torch::autograd::impl::get_autograd_meta(p);
+      EXPECT_EQ(meta->cpp_hooks_list_->size(), 1U) << "engines since the first one left more";
+    }
+  });
 }
 
 TEST(AutogradTest, GradientsAskedForByTheUserAreTheUsers) {

@@ -116,8 +116,10 @@ void BackwardPasses::install_hooks() {
     torch::autograd::impl::set_post_acc_grad_hooks(tensor, std::move(after));
     // All hooks of register_hook(), added at any time, belong to one entry. Its first call makes
     // that entry and drops all others, so it is made here: before ours, which sees what the user's
-    // hooks made of a gradient.
-    tensor.remove_hook(tensor.register_hook([](const at::Tensor&) {}));
+    // hooks made of a gradient. Only once: a hook that is removed keeps its place in the entry.
+    if (!torch::autograd::impl::get_autograd_meta(tensor)->cpp_hooks_list_) {
+      tensor.remove_hook(tensor.register_hook([](const at::Tensor&) {}));
+    }
     auto before = std::make_unique<BeforeAccumulation>(
         [this, index](const at::Tensor& gradient) { return before_accumulation(index, gradient); });
     before_hooks_.push_back(before.get());
