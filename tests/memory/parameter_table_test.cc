@@ -96,12 +96,12 @@ TEST(ParameterTableTest, FindsItsParametersAndNoOthers) {
   const Model model;
   const ParameterTable table(model, model.groups());
   EXPECT_EQ(table.find(model.second->weight), 1);
-  EXPECT_EQ(table.index_of(model.first->weight), 0);
+  EXPECT_EQ(table.index_or_throw(model.first->weight), 0);
   for (const at::Tensor& other : {model.frozen, model.counter, at::ones({5}), at::Tensor()}) {
     EXPECT_EQ(table.find(other), -1);
-    EXPECT_NE(error_of([&] { table.index_of(other); }), "");
+    EXPECT_NE(error_of([&] { table.index_or_throw(other); }), "");
   }
-  expect_words(error_of([&] { table.index_of(at::ones({5})); }), {"of shape [5]"});
+  expect_words(error_of([&] { table.index_or_throw(at::ones({5})); }), {"of shape [5]"});
   EXPECT_EQ(table.managed_by(model), (std::vector<int64_t>{0, 1}));
   EXPECT_EQ(table.managed_by(*model.second), std::vector<int64_t>{1});
 }
@@ -248,12 +248,12 @@ TEST(ParameterTableTest, EveryChangeFromOutsideIsNamed) {
     Model model;
     ParameterTable table(model, model.groups());
     table.remember();
-    table.verify();
+    table.verify_unchanged();
     changes[i].make(model);
-    expect_words(error_of([&] { table.verify(); }), changes[i].words);
+    expect_words(error_of([&] { table.verify_unchanged(); }), changes[i].words);
     EXPECT_EQ(error_of([&] { table.verify_shapes(); }) != "", changes[i].of_shapes);
     table.remember();
-    EXPECT_EQ(error_of([&] { table.verify(); }) != "", changes[i].lasts);
+    EXPECT_EQ(error_of([&] { table.verify_unchanged(); }) != "", changes[i].lasts);
   }
 }
 
@@ -262,10 +262,11 @@ TEST(ParameterTableTest, AnotherOrderOfTheSameElementsIsNamed) {
   ParameterTable table(square, {torch::optim::OptimizerParamGroup(square.parameters())});
   table.remember();
   square.weight.set_data(square.weight.data().t());
-  expect_words(error_of([&] { table.verify(); }), {"weight", "expected strides [3, 1] as",
-                                                   "got [1, 3]", "refresh_master_parameters()"});
+  expect_words(
+      error_of([&] { table.verify_unchanged(); }),
+      {"weight", "expected strides [3, 1] as", "got [1, 3]", "refresh_master_parameters()"});
   square.weight.set_data(square.weight.data().t());
-  table.verify();
+  table.verify_unchanged();
 }
 
 TEST(ParameterTableTest, StridesOfOneElementMayDiffer) {
@@ -273,7 +274,7 @@ TEST(ParameterTableTest, StridesOfOneElementMayDiffer) {
   ParameterTable table(row, {torch::optim::OptimizerParamGroup(row.parameters())});
   table.remember();
   row.weight.set_data(row.weight.data().as_strided({1, 5}, {77, 1}));
-  table.verify();
+  table.verify_unchanged();
 }
 
 TEST(ParameterTableTest, AFrozenParameterThatAnotherOptimizerTookIsNotOurs) {
@@ -289,19 +290,19 @@ TEST(ParameterTableTest, AFrozenParameterThatAnotherOptimizerTookIsNotOurs) {
   torch::autograd::impl::set_post_acc_grad_hooks(model.frozen, std::make_unique<Hook>());
   model.frozen.mutable_grad() = at::ones({4});
   EXPECT_TRUE(table.unmanaged().empty());
-  table.verify();
+  table.verify_unchanged();
 }
 
 TEST(ParameterTableTest, AnotherTensorInAParametersPlaceIsNamed) {
   Model model;
   const ParameterTable table(model, model.groups());
-  table.verify_registered(model);
+  table.verify_in_module(model);
   // The same tensors in another order, as after a submodule was taken out and put back.
   model.unregister_module("first");
   model.register_module("first", model.first);
-  table.verify_registered(model);
+  table.verify_in_module(model);
   model.replace_module("second", std::make_shared<Layer>(at::ones({5}, at::kBFloat16)));
-  expect_words(error_of([&] { table.verify_registered(model); }),
+  expect_words(error_of([&] { table.verify_in_module(model); }),
                {"parameter second.weight", "holds another in its place"});
 }
 

@@ -142,7 +142,7 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) buffers_.push_back({item.key(), item.value()});
   }
-  verify_whole();
+  verify_frozen_and_buffers();
   const at::Device device = parameters_.front().tensor.device();
   for (const Parameter& p : parameters_) {
     TORCH_CHECK(p.tensor.device() == device, "parameter ", p.name, ": expected device ", device,
@@ -192,7 +192,7 @@ std::function<bool(const at::Tensor&)> ParameterTable::managed_or(
   };
 }
 
-int64_t ParameterTable::index_of(const at::Tensor& tensor) const {
+int64_t ParameterTable::index_or_throw(const at::Tensor& tensor) const {
   TORCH_CHECK(tensor.defined(),
               "expected a parameter of this optimizer, got an undefined tensor; pass one that "
               "module.parameters() returns");
@@ -223,7 +223,7 @@ std::vector<NamedTensor> ParameterTable::unmanaged() const {
   return result;
 }
 
-std::string ParameterTable::follow(const torch::nn::Module& module) {
+std::string ParameterTable::refresh_lists(const torch::nn::Module& module) {
   if (std::string problem = registered_problem(module); !problem.empty()) return problem;
   const auto parameters = module.named_parameters(), buffers = module.named_buffers();
   for (const auto* list : {&frozen_, &buffers_}) {
@@ -357,7 +357,7 @@ void ParameterTable::verify_shapes() const {
   }
 }
 
-void ParameterTable::verify_whole() const {
+void ParameterTable::verify_frozen_and_buffers() const {
   for (const NamedTensor& f : frozen_) check_plain(f.tensor, "frozen parameter " + f.name);
   for (const NamedTensor& b : buffers_) check_plain(b.tensor, "buffer " + b.name);
 }
@@ -388,7 +388,7 @@ void ParameterTable::verify_values() const {
   }
 }
 
-void ParameterTable::verify() const {
+void ParameterTable::verify_unchanged() const {
   verify_values();
   for (const Parameter& p : parameters_) {
     TORCH_CHECK(p.tensor.requires_grad(), "parameter ", p.name,
@@ -404,7 +404,7 @@ void ParameterTable::verify() const {
   }
 }
 
-void ParameterTable::verify_registered(const torch::nn::Module& module) const {
+void ParameterTable::verify_in_module(const torch::nn::Module& module) const {
   const std::string problem = registered_problem(module);
   TORCH_CHECK(problem.empty(), problem);
 }

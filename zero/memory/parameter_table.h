@@ -75,15 +75,15 @@ class ParameterTable {
   // Takes into those lists what `module` has registered since, and out what it has not any more.
   // Returns the problem where `module` holds another tensor in the place of a managed one or of one
   // of the lists, which then stay as they are, or nothing.
-  std::string follow(const torch::nn::Module& module);
+  std::string refresh_lists(const torch::nn::Module& module);
 
-  // -1 when `tensor` is not managed.
+  // Returns -1 when `tensor` is not managed.
   int64_t find(const at::Tensor& tensor) const;
   // For a table that is made again: tensors that are managed, and `added`. Others of the groups may
   // require gradients since, for another optimizer. This table must outlive it.
   std::function<bool(const at::Tensor&)> managed_or(const std::vector<at::Tensor>& added) const;
   // Throws c10::Error when `tensor` is not managed.
-  int64_t index_of(const at::Tensor& tensor) const;
+  int64_t index_or_throw(const at::Tensor& tensor) const;
 
   // The managed parameters of `module` and its children.
   std::vector<int64_t> managed_by(const torch::nn::Module& module) const;
@@ -102,17 +102,19 @@ class ParameterTable {
   void bump_version(int64_t parameter);
   // Returns whether a parameter has the memory, version, dtype, device, shape and order still.
   bool is_as_remembered(int64_t parameter) const;
-  // Throws c10::Error naming the first parameter that was moved, cast, given other storage,
-  // edited in place, frozen or unfrozen since remember(), and saying what to do.
-  void verify() const;
-  // Throws in the same way when `module` now holds another tensor in the place of one.
-  void verify_registered(const torch::nn::Module& module) const;
-  // The part of it that says whether values are those of remember(): not of frozen and unfrozen.
-  void verify_values() const;
-  // The part of that without which no element may be read: shapes, dtypes, devices.
+  // These throw c10::Error that names the first tensor that is not as it was, and says what to do.
+  // Of the managed parameters each of the first three asks for more than the one before it:
+  //
+  //   verify_shapes      shapes, dtypes and devices, without which no element may be read
+  //   verify_values      and memory, versions and orders, so that values are those of remember()
+  //   verify_unchanged   and requires_grad, of frozen ones too
   void verify_shapes() const;
-  // Throws c10::Error naming a frozen parameter or a buffer without plain memory.
-  void verify_whole() const;
+  void verify_values() const;
+  void verify_unchanged() const;
+  // The managed parameters are in `module` still.
+  void verify_in_module(const torch::nn::Module& module) const;
+  // Frozen parameters and buffers have plain memory.
+  void verify_frozen_and_buffers() const;
 
  private:
   struct Memory {
@@ -125,7 +127,7 @@ class ParameterTable {
   void collect_group(const torch::optim::OptimizerParamGroup& group, int64_t group_index,
                      const std::unordered_map<const void*, std::vector<std::string>>& names,
                      std::unordered_map<const void*, int64_t>& groups_seen);
-  // What verify_registered() throws, or nothing.
+  // What verify_in_module() throws, or nothing.
   std::string registered_problem(const torch::nn::Module& module) const;
 
   std::vector<Parameter> parameters_;

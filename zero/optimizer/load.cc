@@ -180,13 +180,13 @@ void warn_of(const std::vector<std::string>& differences, const std::string& fol
 LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
                              ParamGroups& groups) {
   Engine& engine = *engine_;
-  const std::string replaced = engine.table.follow(engine.module);
+  const std::string replaced = engine.table.refresh_lists(engine.module);
   const auto check = [&] {
     TORCH_CHECK(replaced.empty(), replaced);
     engine.check_no_gradients();
     engine.shards.groups().check(groups);
     engine.arena.verify_shapes();
-    engine.table.verify_whole();
+    engine.table.verify_frozen_and_buffers();
   };
   engine.agree(Call::kLoadCheckpoint, check,
                // Not the folder: ranks may see one at different paths, or folders of their own.

@@ -187,14 +187,14 @@ bool Recovery::protects_next() const {
 std::string Recovery::before_step() {
   if (!protects_next()) return {};
   finish();
-  replaced_ = engine_->table.follow(engine_->module);
+  replaced_ = engine_->table.refresh_lists(engine_->module);
   return whole_text(engine_->table);
 }
 
 void Recovery::check_step() const {
   if (protects_next()) {
     TORCH_CHECK(replaced_.empty(), replaced_);
-    engine_->table.verify_whole();
+    engine_->table.verify_frozen_and_buffers();
   }
   if (!protection_ || engine_->record.calls() % engine_->options.protect() != 0) return;
   const std::vector<int> waiting = lifeline_->roll.waiting();

@@ -167,13 +167,13 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   Engine& engine = *engine_;
   const std::vector<at::Tensor> given =
       std::exchange(change.parameters, each_once(change.parameters));
-  const std::string replaced = engine.table.follow(engine.module);
+  const std::string replaced = engine.table.refresh_lists(engine.module);
   std::vector<std::string> lines;
   // What construction would find, of these groups or of those of before, when nothing can be taken
   // back any more.
   const auto try_construction = [&] {
     engine.table.check_overlaps([&](const Parameter& p) {
-      const int64_t arena = engine.plan.parameter_arena[engine.table.index_of(p.tensor)];
+      const int64_t arena = engine.plan.parameter_arena[engine.table.index_or_throw(p.tensor)];
       return engine.plan.arenas[arena].layout->in_place();
     });
     GradientFlags flags;
@@ -224,7 +224,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
       }
       change.left_groups[name] = g;
       // Before anything changes: where memory is short, all ranks can go on.
-      const int64_t arena = engine.plan.parameter_arena[engine.table.index_of(p)];
+      const int64_t arena = engine.plan.parameter_arena[engine.table.index_or_throw(p)];
       const bool in_arena = engine.plan.arenas[arena].layout->in_place();
       change.left_values.push_back(in_arena ? p.detach().clone(at::MemoryFormat::Preserve)
                                             : at::Tensor());

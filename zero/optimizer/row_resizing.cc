@@ -88,7 +88,7 @@ std::vector<RowSources> sources_of(const Engine& engine, const std::vector<Resiz
   std::vector<RowSources> sources(engine.table.parameters().size());
   for (const ResizedRows& change : changes) {
     TORCH_CHECK(change.parameter.defined(), "expected parameters, got an undefined tensor");
-    const int64_t index = engine.table.index_of(change.parameter);
+    const int64_t index = engine.table.index_or_throw(change.parameter);
     const Parameter& p = engine.table.parameters()[index];
     TORCH_CHECK(!sources[index].rows.defined(), "parameter ", p.name,
                 ": expected it once, got it twice");
@@ -459,7 +459,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
   before.protocol.fail_stop([&] {
     // 1
     recovery.finish();
-    const std::string replaced = before.table.follow(before.module);
+    const std::string replaced = before.table.refresh_lists(before.module);
     std::string text;
     std::exception_ptr problem;
     try {
@@ -479,7 +479,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
                    checkpoints.check_none_pending();
                    before.shards.groups().check(groups);
                    check_options(groups);
-                   before.table.verify();
+                   before.table.verify_unchanged();
                    check_new(before, sources, groups);
                    check_state(before);
                  },
@@ -496,7 +496,7 @@ void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
       // 3
       try {
         for (const ResizedRows& change : changes) {
-          const int64_t index = before.table.index_of(change.parameter);
+          const int64_t index = before.table.index_or_throw(change.parameter);
           set_rows(before.table.parameters()[index], change, sources[index]);
         }
         made = before.make_over_same_ranks(inner, groups);

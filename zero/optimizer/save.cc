@@ -82,7 +82,7 @@ void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileT
 Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveOptions& save,
                                           bool copy, const ParamGroups& groups) {
   Engine& engine = *engine_;
-  const std::string replaced = engine.table.follow(engine.module);
+  const std::string replaced = engine.table.refresh_lists(engine.module);
   // The inner optimizer's state is looked at here, where all ranks learn of an error.
   FileToSave own;
   const auto check = [&] {
@@ -90,8 +90,8 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
     engine.shards.groups().check(groups);
     TORCH_CHECK(replaced.empty(), replaced);
     check_names(engine.table);
-    engine.table.verify();
-    engine.table.verify_whole();
+    engine.table.verify_unchanged();
+    engine.table.verify_frozen_and_buffers();
     own = shard_file(engine);
     for (TensorToSave& state : states_to_save(save, engine.comms->control->rank())) {
       own.tensors.push_back(std::move(state));

@@ -197,7 +197,7 @@ void ZeroOptimizer::wait_for(const torch::nn::Module& module) {
 
 void ZeroOptimizer::wait_for(const at::Tensor& parameter) {
   impl_->run([&](Engine& engine) {
-    run_alone(engine, "wait_for", [&] { engine.table.index_of(parameter); });
+    run_alone(engine, "wait_for", [&] { engine.table.index_or_throw(parameter); });
     engine.gathers.finish_that_of(parameter);
   });
 }

@@ -58,8 +58,8 @@ void gather_part(Engine& engine, const Bucket& bucket, int64_t parameter, const 
 at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gradient) {
   const int64_t index = engine.table.find(parameter);
   const auto check = [&] {
-    engine.table.index_of(parameter);
-    engine.table.verify();
+    engine.table.index_or_throw(parameter);
+    engine.table.verify_unchanged();
   };
   std::vector<std::string> by_domain(engine.domains.list.size());
   if (index >= 0)
@@ -106,12 +106,12 @@ void check_replicas(Engine& engine) {
 }
 
 void refresh_masters(Engine& engine) {
-  const std::string replaced = engine.table.follow(engine.module);
+  const std::string replaced = engine.table.refresh_lists(engine.module);
   const std::vector<NamedTensor> frozen = engine.table.unmanaged();
   const auto check = [&] {
     TORCH_CHECK(replaced.empty(), replaced);
     engine.arena.verify_shapes();
-    engine.table.verify_whole();
+    engine.table.verify_frozen_and_buffers();
   };
   engine.agree(Call::kRefreshMasters, check, engine.protocol.at_home(shapes_of(frozen)));
   at::NoGradGuard no_grad;
@@ -171,10 +171,10 @@ void end_ema_or_close(Engine& engine) noexcept {
 }
 
 void broadcast_buffers(Engine& engine) {
-  const std::string replaced = engine.table.follow(engine.module);
+  const std::string replaced = engine.table.refresh_lists(engine.module);
   const auto check = [&] {
     TORCH_CHECK(replaced.empty(), replaced);
-    engine.table.verify_whole();
+    engine.table.verify_frozen_and_buffers();
   };
   engine.agree(Call::kBroadcastBuffers, check,
                engine.protocol.at_home(shapes_of(engine.table.buffers())));

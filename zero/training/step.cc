@@ -83,7 +83,7 @@ void step_inner(const ParameterTable& table, ShardOptimizer& shards) {
 }  // namespace
 
 void Engine::reduce_gradients() {
-  const Agreement agreement = agree(Call::kReduceGradients, [&] { table.verify(); });
+  const Agreement agreement = agree(Call::kReduceGradients, [&] { table.verify_unchanged(); });
   comms->run_or_close([&] { gather_full_gradients(agreement); });
   full_gradients.show();
 }
@@ -105,7 +105,7 @@ at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
         "norm_type: expected 2 or infinity with micro_batches, since others are added up in "
         "an order that depends on the number of ranks, got ",
         norm_type);
-    table.verify();
+    table.verify_unchanged();
   };
   const TraceRange range("clip");
   // Arguments must agree, since the coefficient is computed on every rank.
@@ -132,7 +132,7 @@ at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
 void Engine::clip_value(double value) {
   const auto check = [&] {
     TORCH_CHECK(value > 0, "clip_value: expected a number above 0, got ", value);
-    table.verify();
+    table.verify_unchanged();
   };
   const Agreement agreement =
       agree(Call::kClipGradValue, check, {"clip_value " + exact_text(value), {}});
@@ -153,8 +153,8 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
     TORCH_CHECK(no_text.empty(), no_text);
     shards.groups().push(groups);
     shards.groups().check_captured_rates(groups);
-    table.verify();
-    table.verify_registered(module);
+    table.verify_unchanged();
+    table.verify_in_module(module);
     if (also) also();
   };
   // A schedule that differs between ranks would give each shard a different learning rate.

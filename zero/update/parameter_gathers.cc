@@ -124,7 +124,7 @@ void ParameterGathers::finish() {
 }
 
 void ParameterGathers::finish_that_of(const at::Tensor& parameter) {
-  for (const int64_t b : plan_.parameter_buckets[table_.index_of(parameter)]) wait(b);
+  for (const int64_t b : plan_.parameter_buckets[table_.index_or_throw(parameter)]) wait(b);
 }
 
 void ParameterGathers::finish_those_of(const torch::nn::Module& module) {
