@@ -84,7 +84,7 @@ struct Shard {
       const at::Tensor& nonfinite = {},
       const std::function<void(int64_t bucket)>& before = [](int64_t) {}) {
     optimizer.begin_update({{}, scalar(coefficient)}, nonfinite, int64_t{1});
-    optimizer.use(used);
+    optimizer.mark_used(used);
     for (const bool is_fused : {true, false}) {
       bool any = false;
       for (int64_t b = flat.buckets() - 1; b >= 0; --b) {
@@ -204,7 +204,8 @@ TEST(ShardOptimizerTest, NothingChangesBeforeItIsAnnounced) {
         std::vector<Tensors> result;
         for (const SegmentTensors& s : shard.optimizer.segments()) {
           result.push_back({s.master.clone()});
-          const auto& state = *shard.optimizer.inner().state().at(s.master.unsafeGetTensorImpl());
+          const auto& state =
+              *shard.optimizer.inner_with_counts().state().at(s.master.unsafeGetTensorImpl());
           adapter_of(state).visit_tensors(state, [&](const char*, const at::Tensor& tensor) {
             result.back().push_back(tensor.clone());
           });
@@ -244,7 +245,7 @@ TEST(ShardOptimizerTest, AStepThatIsSkippedOnTheDeviceChangesNothing) {
   shard.update(kAll, 1, scalar(3));
   EXPECT_TRUE(same(shard.masters(), before));
   // Neither was it counted.
-  const auto& state = shard.optimizer.inner().state();
+  const auto& state = shard.optimizer.inner_with_counts().state();
   const auto& first = *state.at(shard.optimizer.segments()[0].master.unsafeGetTensorImpl());
   EXPECT_EQ(static_cast<const torch::optim::AdamWParamState&>(first).step(), 1);
   shard.set_gradients(2);
@@ -276,7 +277,7 @@ TEST(ShardOptimizerTest, AMomentumWhoseFirstStepWasSkippedHasNoState) {
     set_momentum(0);
     step(1);
     if (looks) {
-      EXPECT_TRUE(shard.optimizer.inner().state().empty());
+      EXPECT_TRUE(shard.optimizer.inner_with_counts().state().empty());
     }
     set_momentum(0.9);
     step(2);
@@ -293,13 +294,13 @@ TEST(ShardOptimizerTest, CountsOfALoadedStateAreTakenOver) {
     shard.set_gradients(step);
     shard.update();
   }
-  for (const auto& item : shard.optimizer.inner().state()) {
+  for (const auto& item : shard.optimizer.inner_with_counts().state()) {
     static_cast<torch::optim::AdamWParamState&>(*item.second).step(9);
   }
   for (const auto& item : plain.optimizer->state()) {
     static_cast<torch::optim::AdamWParamState&>(*item.second).step(9);
   }
-  shard.optimizer.take_state();
+  shard.optimizer.adopt_inner_state();
   plain.step(2);
   shard.set_gradients(2);
   shard.update();
@@ -316,7 +317,7 @@ TEST(ShardOptimizerTest, PushedOptionsAreThoseOfTheNextUpdate) {
     shard.set_gradients(0);
     shard.update();
     shard.expect_parameters(plain.parameters);
-    shard.optimizer.inner().param_groups()[0].options().set_lr(0.7);
+    shard.optimizer.inner_with_counts().param_groups()[0].options().set_lr(0.7);
     expect_words(error_of([&] { shard.optimizer.groups().push(plain.optimizer->param_groups()); }),
                  {"parameter group 0", "options as they were pushed"});
   }
@@ -406,7 +407,7 @@ TEST(ShardOptimizerTest, AStepOfTheInnerOptimizerByTheUserIsNoticedOnce) {
   shard.update();
   EXPECT_FALSE(shard.optimizer.inner_was_stepped());
   const Tensors before = shard.masters();
-  shard.optimizer.inner().step();
+  shard.optimizer.inner_with_counts().step();
   EXPECT_TRUE(shard.optimizer.inner_was_stepped());
   EXPECT_FALSE(shard.optimizer.inner_was_stepped());
   EXPECT_TRUE(same(shard.masters(), before));

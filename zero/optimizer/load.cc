@@ -38,7 +38,7 @@ void check_options(const Manifest& manifest, const std::string& folder) {
 CheckpointDifferences compare(const CheckpointReader& reader, const std::string& folder,
                               const LoadOptions& load, Engine& engine, const MeshTensors* mesh) {
   const Manifest& manifest = reader.manifest();
-  const torch::optim::Optimizer& inner = engine.shards.inner();
+  const torch::optim::Optimizer& inner = engine.shards.raw_inner();
   CheckpointDifferences result = find_differences(manifest, engine.table, inner, mesh);
   if (result.same_optimizer) {
     find_missing_state(manifest, engine.table, inner, mesh, result);

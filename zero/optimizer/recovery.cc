@@ -143,7 +143,7 @@ void load_protected(Engine& engine, CheckpointReader& reader, Engine::ParamGroup
     check_sizes(reader.manifest(), engine.table, call);
     if (is_earlier) check_frozen(reader.manifest(), engine.table, call);
     const CheckpointDifferences differences =
-        find_differences(reader.manifest(), engine.table, engine.shards.inner());
+        find_differences(reader.manifest(), engine.table, engine.shards.raw_inner());
     Staging staging(reader, engine.table, engine.shards, differences, /*mesh=*/nullptr);
     staging.drop_state();
     staging.read_segments(staged);
@@ -167,7 +167,7 @@ void Recovery::start(const ParamGroups& groups) {
   const Engine& engine = *engine_;
   failures_before_ = engine.group().failures();
   if (engine.options.protect() == 0) return;
-  lifeline_ = std::make_shared<Lifeline>(engine.group(), engine.shards.inner());
+  lifeline_ = std::make_shared<Lifeline>(engine.group(), engine.shards.raw_inner());
   run_.adopt(broadcast_text(*engine.comms->control, run_.id(), 0, "the run"));
   connect();
   protect_at_once(groups, "the constructor");

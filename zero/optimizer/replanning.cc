@@ -218,8 +218,8 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
       const std::string name = name_of(p, names);
       const size_t g = numbers.at(p.unsafeGetTensorImpl());
       if (!change.leaves) {
-        check_parameter(engine.shards.inner(), static_cast<int64_t>(g), change.groups[g].options(),
-                        p, name);
+        check_parameter(engine.shards.raw_inner(), static_cast<int64_t>(g),
+                        change.groups[g].options(), p, name);
         continue;
       }
       change.left_groups[name] = g;
@@ -360,7 +360,7 @@ void Replanning::add_param_group(const torch::optim::OptimizerParamGroup& param_
                                  ParamGroups& groups) {
   const Engine& engine = *engine_;
   const auto edit = [&](ParamGroups& edited) {
-    add_group(param_group, engine.shards.inner(), edited);
+    add_group(param_group, engine.shards.raw_inner(), edited);
   };
   make(groups, {Call::kAddParamGroup, param_group.params(), /*leaves=*/false, edit});
 }

@@ -111,7 +111,7 @@ Parameter resized(const Parameter& p, const RowSources& sources) {
 // another list of parameters than the present one, and what the class refuses.
 void check_new(const Engine& engine, const std::vector<RowSources>& sources,
                const Engine::ParamGroups& groups) {
-  const torch::optim::Optimizer& inner = engine.shards.inner();
+  const torch::optim::Optimizer& inner = engine.shards.raw_inner();
   const ParameterTable now(engine.module, groups, engine.table.managed_or({}));
   const std::vector<Parameter>& before = engine.table.parameters();
   for (size_t i = 0; i < std::max(before.size(), now.parameters().size()); ++i) {
@@ -127,7 +127,7 @@ void check_new(const Engine& engine, const std::vector<RowSources>& sources,
 }
 
 std::string text_of(const Engine& engine, const std::vector<RowSources>& sources) {
-  const torch::optim::Optimizer& inner = engine.shards.inner();
+  const torch::optim::Optimizer& inner = engine.shards.raw_inner();
   std::string text;
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& rows = sources[i].rows;
@@ -187,7 +187,7 @@ struct HeldShards {
 
 // Of the state of this rank's segments. Throws for state that is no row's.
 void check_state(Engine& engine) {
-  const torch::optim::Optimizer& inner = engine.shards.inner();
+  const torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
   for (const SegmentTensors& s : engine.shards.segments()) {
     const auto state = read_inner_state(inner, s.group, s.master);
     TORCH_CHECK(!state || state->uncut.empty(), "parameter ",
@@ -198,7 +198,7 @@ void check_state(Engine& engine) {
 }
 
 void hold(Engine& engine, HeldShards& held) {
-  const torch::optim::Optimizer& inner = engine.shards.inner();
+  const torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
   for (const SegmentTensors& s : engine.shards.segments()) {
     HeldSegment h{s.segment, {}, {}};
     if (!engine.arena.is_master(s.segment.bucket)) {
@@ -383,7 +383,7 @@ void move_averages(HeldShards& from, const Kind& kind, const std::vector<RowSour
 
 // Collective.
 void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine& engine) {
-  torch::optim::Optimizer& inner = engine.shards.inner();
+  torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
   const std::vector<SegmentTensors>& segments = engine.shards.segments();
   std::vector<InnerState> states(segments.size());
   for (const Kind& kind : from.kinds) {
@@ -418,7 +418,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
     inner.state()[s.master.unsafeGetTensorImpl()] =
         adapter_of(inner, s.group).make_state(inner, s.group, s.master, states[i], s.moments);
   }
-  engine.shards.take_state();
+  engine.shards.adopt_inner_state();
 }
 
 // ---- The parameters

@@ -23,7 +23,7 @@ namespace zero {
 
 FileToSave shard_file(const Engine& engine) {
   FileToSave file{rank_file_name(engine.comms->rank()), {}};
-  const torch::optim::Optimizer& inner = engine.shards.inner();  // asks a device for its counts
+  const torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
   for (const SegmentTensors& s : engine.shards.segments()) {
     const auto& replicas =
         engine.domains.list[engine.protocol.domain_of(s.segment.parameter)].replicas;
@@ -65,7 +65,7 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
   m.bucket_bytes = engine.options.bucket_bytes().value_or(
       default_bucket_bytes(engine.domains.home.world_size(), !engine.protocol.device().is_cpu()));
   m.plan_fingerprint = engine.plan.fingerprint();
-  m.optimizer = optimizer_name(engine.shards.inner());
+  m.optimizer = optimizer_name(engine.shards.raw_inner());
   const StepCounts::Values made = engine.record.counts();
   m.steps = made.steps;
   m.skipped_steps = made.skipped_steps;

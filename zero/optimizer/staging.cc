@@ -37,7 +37,7 @@ void check_step(const std::string& owner, const std::string& kind, const at::Ten
 
 // Moves what was read to where it belongs.
 void put(Staged& staged, ShardOptimizer& shards) {
-  torch::optim::Optimizer& inner = shards.inner();
+  torch::optim::Optimizer& inner = shards.inner_with_counts();
   for (StagedSegment& s : staged.segments) {
     shards.masters().set(*s.target, s.master);
     if (s.target->ema.defined()) {
@@ -46,7 +46,7 @@ void put(Staged& staged, ShardOptimizer& shards) {
     }
     if (s.has_state) set_state(inner, *s.target, std::move(s.state));
   }
-  shards.take_state();
+  shards.adopt_inner_state();
   for (const auto& [to, from] : staged.whole) overwrite(to, from);
 }
 
@@ -87,7 +87,7 @@ void Staging::add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>
 
 void Staging::drop_state() {
   if (!differences_.same_optimizer) return;
-  auto& state = shards_.inner().state();
+  auto& state = shards_.inner_with_counts().state();
   for (size_t i = 0; i < targets_.size(); ++i) {
     if (differences_.without_state.count(wanted_[i].name) != 0) continue;
     state.erase(targets_[i]->master.unsafeGetTensorImpl());
@@ -151,7 +151,7 @@ void Staging::read_states(Staged& staged) {
     }
   }
   std::vector<InnerState> states(wanted_.size());
-  torch::optim::Optimizer& inner = shards_.inner();
+  torch::optim::Optimizer& inner = shards_.inner_with_counts();
   for (const auto& [kind, segments] : segments_with) {
     if (is_value(kind)) {
       read_values(kind, segments, states);

@@ -68,7 +68,7 @@ using States = std::vector<std::unique_ptr<torch::optim::OptimizerParamState>>;
 // The state of each segment. A parameter has a segment in each of its buckets, one after the other:
 // its state is read, and brought into memory order, once for all.
 States cut_all(Engine& engine, const ReadState& read) {
-  torch::optim::Optimizer& inner = engine.shards.inner();
+  torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
   States states;
   const Parameter* last = nullptr;
   std::optional<InnerState> whole;  // of `last`
@@ -93,11 +93,11 @@ States cut_all(Engine& engine, const ReadState& read) {
 void take_over(Engine& engine, States& states) {
   ShardOptimizer& shards = engine.shards;
   engine.comms->run_or_close([&] {
-    torch::optim::Optimizer& inner = shards.inner();
+    torch::optim::Optimizer& inner = shards.inner_with_counts();
     for (size_t i = 0; i < states.size(); ++i) {
       set_state(inner, shards.segments()[i], std::move(states[i]));
     }
-    shards.take_state();
+    shards.adopt_inner_state();
   });
 }
 
@@ -117,7 +117,7 @@ void check_known(const torch::optim::Optimizer& plain, const ParameterTable& tab
 void check_class(Engine& engine) {
   engine.check_no_gradients();
   engine.table.verify_unchanged();
-  const torch::optim::Optimizer& inner = engine.shards.inner();
+  const torch::optim::Optimizer& inner = engine.shards.raw_inner();
   TORCH_CHECK(is_known(inner), "load_plain_state: expected torch's ", known_classes(), ", got ",
               optimizer_name(inner), "; for other classes use load_checkpoint()");
 }
@@ -142,7 +142,7 @@ class StateFile {
   // `mesh` is what all ranks hold; null where each holds the same. Throws for state of another
   // class or of tensors that no rank has.
   StateFile(const std::string& path, Engine& engine, const MeshTensors* mesh)
-      : path_(path), files_(path), inner_(engine.shards.inner()), mesh_(mesh) {
+      : path_(path), files_(path), inner_(engine.shards.inner_with_counts()), mesh_(mesh) {
     const auto metadata = files_.metadata();
     const auto stored = metadata.find(kPlainOptimizer);
     TORCH_CHECK(stored != metadata.end(), path, ": expected a __metadata__ with the class as \"",
@@ -233,7 +233,7 @@ void load_plain_state(Engine& engine, const torch::optim::Optimizer& plain) {
   States states;
   const auto check = [&] {
     check_class(engine);
-    const torch::optim::Optimizer& inner = engine.shards.inner();
+    const torch::optim::Optimizer& inner = engine.shards.raw_inner();
     TORCH_CHECK(optimizer_name(plain) == optimizer_name(inner),
                 "load_plain_state: expected state of ", optimizer_name(inner), ", got ",
                 optimizer_name(plain));

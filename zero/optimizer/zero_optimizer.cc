@@ -335,7 +335,7 @@ const Plan& ZeroOptimizer::plan() const { return impl_->engine->plan; }
 const Group& ZeroOptimizer::group() const { return impl_->engine->group(); }
 const ZeroOptions& ZeroOptimizer::options() const { return impl_->engine->options; }
 const torch::optim::Optimizer& ZeroOptimizer::inner() const {
-  return std::as_const(*impl_->engine).shards.inner();
+  return std::as_const(*impl_->engine).shards.inner_with_counts();
 }
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive&) const {

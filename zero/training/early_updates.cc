@@ -53,7 +53,7 @@ void EarlyUpdates::update(int64_t bucket) {
   parts_.comms.run_or_close(
       [&] {
         parts_.shards.update_early(bucket);
-        parts_.shards.follow_ema(bucket);
+        parts_.shards.update_ema(bucket);
       },
       kFailedUpdate);
 }

@@ -152,7 +152,7 @@ void end_ema(Engine& engine) {
   engine.comms->run_or_close([&] {
     // Values that were edited meanwhile do not stay, nor does another storage.
     engine.arena.attach(/*keep_values=*/false);
-    engine.shards.take_masters_back();
+    engine.shards.restore_masters();
     engine.write_working_parameters();
   });
 }

@@ -72,7 +72,7 @@ void step_inner(const ParameterTable& table, ShardOptimizer& shards) {
     TORCH_CHECK(text.find("meta") == std::string::npos,
                 "inner optimizer: expected step() to read the gradients of its param_groups() "
                 "alone, got ",
-                optimizer_name(shards.inner()),
+                optimizer_name(shards.raw_inner()),
                 ", which has other parameters too; a class around another optimizer cannot be "
                 "wrapped: ",
                 text);
@@ -220,7 +220,7 @@ void Engine::update(const Agreement& agreement, const at::Tensor& skipped) {
         if (!shards.is_updating()) {
           shards.begin_update({clipping.bound(), clipping.coefficient()}, skipped, record.steps());
         }
-        shards.use(agreement.used);
+        shards.mark_used(agreement.used);
         update_buckets();
       },
       kFailedUpdate);
@@ -263,7 +263,7 @@ void Engine::update_buckets() {
     readers.wait(b);
     gathers.keep(b);
     gathers.start(b, shards.update(b));
-    shards.follow_ema(b);
+    shards.update_ema(b);
   }
   if (of_inner.empty()) return;
   // The gathers of the others are under way while the inner optimizer steps.
@@ -272,7 +272,7 @@ void Engine::update_buckets() {
   step_inner(table, shards);
   for (const int64_t b : of_inner) {
     gathers.start(b, shards.update(b));
-    shards.follow_ema(b);
+    shards.update_ema(b);
   }
 }
 

@@ -68,7 +68,7 @@ void GroupOptions::push(const ParamGroups& groups) {
   auto& inner_groups = inner_.param_groups();
   for (size_t g = 0; g < groups.size(); ++g) {
     const OptimizerAdapter& adapter = adapter_of(*pushed_[g]);
-    TORCH_CHECK(!fixed_ || adapter.equal_options(groups[g].options(), *pushed_[g]),
+    TORCH_CHECK(!locked_ || adapter.equal_options(groups[g].options(), *pushed_[g]),
                 "param_groups(): expected the options that backward() updated with, since "
                 "update_in_backward(true) updates before step(), got others; change them between "
                 "step() and backward(), and give them back their values now, or go on from a "

@@ -30,11 +30,11 @@ class GroupOptions {
   // had.
   void check(const ParamGroups& groups) const;
   // Makes `groups`' options the inner optimizer's. Throws c10::Error where the inner options are
-  // not what the last call left, and where they are fixed() and `groups` have others.
+  // not what the last call left, and where they are locked() and `groups` have others.
   void push(const ParamGroups& groups);
   // An update that is not over reads them.
-  bool fixed() const { return fixed_; }
-  void fix(bool fixed) { fixed_ = fixed; }
+  bool locked() const { return locked_; }
+  void set_locked(bool locked) { locked_ = locked; }
 
   // From now on kernels read learning rates on the device, so that a CUDA graph can.
   void keep_rates_on_device();
@@ -54,7 +54,7 @@ class GroupOptions {
   const at::Device device_;
   const std::vector<std::vector<at::Tensor>> members_;
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> pushed_;
-  bool fixed_ = false;
+  bool locked_ = false;
   std::optional<DeviceRates> rates_;
 };
 

@@ -63,24 +63,29 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
   }
 }
 
-torch::optim::Optimizer& ShardOptimizer::inner() {
-  check_there();
-  give_state();
+torch::optim::Optimizer& ShardOptimizer::inner_with_counts() {
+  check_has_inner();
+  write_counts_to_state();
   return *inner_;
 }
 
-const torch::optim::Optimizer& ShardOptimizer::inner() const {
-  check_there();
-  give_state();
+const torch::optim::Optimizer& ShardOptimizer::inner_with_counts() const {
+  check_has_inner();
+  write_counts_to_state();
+  return *inner_;
+}
+
+const torch::optim::Optimizer& ShardOptimizer::raw_inner() const {
+  check_has_inner();
   return *inner_;
 }
 
 GroupOptions& ShardOptimizer::groups() {
-  check_there();
+  check_has_inner();
   return group_options_;
 }
 
-void ShardOptimizer::check_there() const {
+void ShardOptimizer::check_has_inner() const {
   TORCH_CHECK(inner_ != nullptr,
               "expected the inner optimizer, which was lost when memory ran out in a change of "
               "parameters or a recovery; make a new one");
@@ -88,7 +93,7 @@ void ShardOptimizer::check_there() const {
 
 // With deferred(), counts of updates are in the device's memory. The inner optimizer's state gets
 // them whenever somebody looks at it.
-void ShardOptimizer::give_state() const {
+void ShardOptimizer::write_counts_to_state() const {
   if (!counts_) return;
   const std::vector<int64_t> counts = counts_->read();
   for (size_t i = 0; i < segments_.size(); ++i) {
@@ -102,7 +107,7 @@ void ShardOptimizer::give_state() const {
 }
 
 std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
-  check_there();
+  check_has_inner();
   trap_.reset();
   counts_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
@@ -114,7 +119,7 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   return std::move(inner_);
 }
 
-void ShardOptimizer::take_state() {
+void ShardOptimizer::adopt_inner_state() {
   if (!counts_) return;
   std::vector<int64_t> counts;
   for (const SegmentTensors& s : segments_) {
@@ -214,16 +219,16 @@ void ShardOptimizer::begin_update(const Clip& clip, const at::Tensor& nonfinite,
     if (number == nullptr) scalars_.device_step = device_step_.const_data_ptr<double>();
     group_options_.send_rates();
   }
-  group_options_.fix(true);
+  group_options_.set_locked(true);
 }
 
-void ShardOptimizer::use(const std::vector<uint8_t>& used) {
+void ShardOptimizer::mark_used(const std::vector<uint8_t>& used) {
   at::NoGradGuard no_grad;
   used_ = used;
   if (counts_) count();
 }
 
-void ShardOptimizer::end_update() { group_options_.fix(false); }
+void ShardOptimizer::end_update() { group_options_.set_locked(false); }
 
 void ShardOptimizer::update_inner() {
   at::NoGradGuard no_grad;

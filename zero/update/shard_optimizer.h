@@ -71,7 +71,7 @@ class ShardOptimizer {
   // parameters by them. `inner` must have passed check_inner_optimizer().
   ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Optimizer> inner, Options options);
 
-  // They read the inner optimizer, and throw as inner() does where it was lost.
+  // They read the inner optimizer, and throw as raw_inner() does where it was lost.
   GroupOptions& groups();
   const GroupOptions& groups() const { return group_options_; }
 
@@ -81,8 +81,8 @@ class ShardOptimizer {
     at::Tensor coefficient;  // 0-dim double there
   };
   // One update of all buckets, until end_update(): of the segments of parameters with used[p] != 0,
-  // from their clipped gradients, which may be changed. begin_update() and use() come first, then
-  // each bucket once. Those with is_fused() may come in any order; all others come behind
+  // from their clipped gradients, which may be changed. begin_update() and mark_used() come first,
+  // then each bucket once. Those with is_fused() may come in any order; all others come behind
   // update_inner(), which changes them.
   //
   // `nonfinite` is 0-dim double beside the gradients. Where it is not 0, nothing changes, state,
@@ -91,9 +91,9 @@ class ShardOptimizer {
   // device.
   void begin_update(const Clip& clip, const at::Tensor& nonfinite,
                     const std::variant<int64_t, at::Tensor>& step);
-  void use(const std::vector<uint8_t>& used);
+  void mark_used(const std::vector<uint8_t>& used);
   void end_update();
-  bool is_updating() const { return group_options_.fixed(); }
+  bool is_updating() const { return group_options_.locked(); }
   // Returns whether every parameter of the bucket has a fused kernel: the same on all ranks.
   bool is_fused(int64_t bucket) const { return bucket_fused_[bucket] != 0; }
   // Runs the inner optimizer's own step() over the segments of groups without a fused kernel.
@@ -101,8 +101,8 @@ class ShardOptimizer {
   // Updates this rank's segments of the bucket that are fused. Returns the working rows, of which
   // its own is complete.
   Rows update(int64_t bucket);
-  // With ZeroOptions::update_in_backward, before use() and in place of update(): of a bucket of
-  // which every segment is used. prepare_early() makes their state and counts the update, and
+  // With ZeroOptions::update_in_backward, before mark_used() and in place of update(): of a bucket
+  // of which every segment is used. prepare_early() makes their state and counts the update, and
   // update_early() launches kernels alone, on a stream that comes behind.
   void prepare_early(int64_t bucket);
   void update_early(int64_t bucket);
@@ -119,33 +119,35 @@ class ShardOptimizer {
 
   // The average of the masters; null without one.
   Ema* ema() { return ema_ ? &*ema_ : nullptr; }
-  // Lets the average of a bucket follow its masters, if there is one, behind update().
-  void follow_ema(int64_t bucket) {
+  // Updates the average of a bucket, if there is one, from its masters: behind update().
+  void update_ema(int64_t bucket) {
     if (ema_) ema_->update(bucket, masters_->values(bucket));
   }
   void restart_ema();
   // As write_working(), from the average. Masters that are in working rows are set aside until
-  // take_masters_back().
+  // restore_masters().
   Rows write_ema(int64_t bucket);
-  void take_masters_back() { masters_->take_back(); }
+  void restore_masters() { masters_->take_back(); }
   int64_t ema_bytes() const;  // with masters that are set aside
 
   MasterRows& masters() { return *masters_; }
   const MasterRows& masters() const { return *masters_; }
   const std::vector<SegmentTensors>& segments() const { return segments_; }
-  // With deferred() this waits for the device, to bring the state's counts up to date: not for the
+  // With deferred() these wait for the device, to bring the state's counts up to date: not for the
   // step path, nor once per parameter.
-  torch::optim::Optimizer& inner();
-  const torch::optim::Optimizer& inner() const;
+  torch::optim::Optimizer& inner_with_counts();
+  const torch::optim::Optimizer& inner_with_counts() const;
+  // For those that look at classes and options alone: counts in its state may be old.
+  const torch::optim::Optimizer& raw_inner() const;
   // Gives the inner optimizer away, without parameters and state, or back if no other shards could
-  // be made for it. Frees masters. From then on nothing but inner() and the counts of bytes may be
-  // called.
+  // be made for it. Frees masters. From then on nothing but the inner optimizer and the counts of
+  // bytes may be asked for.
   std::unique_ptr<torch::optim::Optimizer> release_inner();
   void give_back_inner(std::unique_ptr<torch::optim::Optimizer> inner) {
     inner_ = std::move(inner);
   }
-  // To be called after inner().state() was changed.
-  void take_state();
+  // To be called after state() of the inner optimizer was changed.
+  void adopt_inner_state();
 
   int64_t master_bytes() const { return masters_->bytes(); }
   int64_t state_bytes() const;
@@ -160,8 +162,8 @@ class ShardOptimizer {
   void count();
   // Without `own_row`, of a layout that is not in place, it updates masters alone.
   void update_fused(int64_t bucket, const at::Tensor& own_row);
-  void give_state() const;
-  void check_there() const;
+  void write_counts_to_state() const;
+  void check_has_inner() const;
   at::Tensor own_row(int64_t bucket, const Rows& rows) const;
   void clamp(const at::Tensor& gradients) const;
   // The shard of a bucket as kernels read it, in fp32 and clamped: in place, or a buffer of the
