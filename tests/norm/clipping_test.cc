@@ -154,7 +154,7 @@ TEST(ClippingTest, ClipsByValueAreRenewedForGradientsThatWereAddedLater) {
     r.clip(1, 2, 1);
     r.clipping.clip_value(0.02, 1);
     r.set_gradients(1);
-    r.clipping.renew(2);
+    r.clipping.replay_clips(2);
     const double first = factor(1, r.plain_norm(2, 1));
     EXPECT_TRUE(at::allclose(clipped(r), (Rank::gradient(r.rank, 1) * first).clamp(-0.02, 0.02),
                              1e-5, 1e-6));
@@ -182,10 +182,10 @@ TEST(ClippingTest, ClipsAreRenewedForGradientsThatWereAddedLater) {
     r.clip(1, 2, 1);
     r.clip(0.5, 1, 1);
     const int64_t before = r.messages();
-    r.clipping.renew(1);
+    r.clipping.replay_clips(1);
     EXPECT_EQ(r.messages(), before);
     r.set_gradients(1);
-    r.clipping.renew(2);
+    r.clipping.replay_clips(2);
     const double first = factor(1, r.plain_norm(2, 1));
     const double second = factor(0.5, r.plain_norm(1, 1) * first);
     EXPECT_NEAR(r.coefficient(), first * second, 1e-6);
@@ -195,13 +195,13 @@ TEST(ClippingTest, ClipsAreRenewedForGradientsThatWereAddedLater) {
 
 TEST(ClippingTest, WithoutAClipThereIsNothingToRenew) {
   on_ranks(2, [](Rank& r) {
-    r.clipping.renew(2);
+    r.clipping.replay_clips(2);
     EXPECT_EQ(r.messages(), 0);
     r.clip(0.1, 2, 1);
     r.clipping.reset();
     EXPECT_EQ(r.coefficient(), 1);
     EXPECT_FALSE(r.clipping.has_clips());
-    r.clipping.renew(2);
+    r.clipping.replay_clips(2);
     EXPECT_EQ(r.messages(), 1);
   });
 }

@@ -27,22 +27,22 @@ ShardNorm Clipping::measure(double norm_type, const at::Tensor& bound) {
                 : shard_norm(segments_, weights_, norm_type, device_, comm_, bound);
 }
 
-void Clipping::compute_norm(double norm_type, int64_t rounds) {
-  if (norm_ && norm_->norm_type == norm_type && norm_->rounds == rounds &&
-      norm_->narrowed == narrowed_) {
-    return;
+const at::Tensor& Clipping::norm_of_rounds(double norm_type, int64_t rounds) {
+  const bool known = norm_ && norm_->norm_type == norm_type && norm_->rounds == rounds &&
+                     norm_->bound_changes == bound_changes_;
+  if (!known) {
+    const ShardNorm made = measure(norm_type, bound());
+    norm_ = Known{norm_type, rounds, bound_changes_, made.norm};
+    if (!bound_.defined()) nonfinite_ = Nonfinite{rounds, made.nonfinite};
   }
-  const ShardNorm made = measure(norm_type, bound());
-  norm_ = Known{norm_type, rounds, narrowed_, made.norm};
-  if (!bound_.defined()) nonfinite_ = Nonfinite{rounds, made.nonfinite};
+  return norm_->norm;
 }
 
 at::Tensor Clipping::norm(double norm_type, int64_t rounds) {
-  compute_norm(norm_type, rounds);
-  return norm_->norm * coefficient_;
+  return norm_of_rounds(norm_type, rounds) * coefficient_;
 }
 
-void Clipping::shrink(double max_norm, const at::Tensor& norm) {
+void Clipping::scale_coefficient(double max_norm, const at::Tensor& norm) {
   // A NaN stays a NaN. Never read here: the device knows it when the update runs.
   coefficient_.mul_((max_norm / (norm + 1e-6)).clamp_max_(1.0));
 }
@@ -51,40 +51,40 @@ at::Tensor Clipping::bound() const {
   return bound_.defined() ? bound_.to(at::kFloat) : at::Tensor();
 }
 
-void Clipping::narrow(double value) {
+void Clipping::lower_bound_to(double value) {
   const at::Tensor bound = value / coefficient_;
   bound_ = bound_.defined() ? at::minimum(bound_, bound) : bound;
-  ++narrowed_;
+  ++bound_changes_;
 }
 
 void Clipping::clip(double max_norm, double norm_type, const at::Tensor& norm, int64_t rounds) {
   clips_.push_back({max_norm, norm_type});
   clipped_rounds_ = rounds;
-  shrink(max_norm, norm);
+  scale_coefficient(max_norm, norm);
 }
 
 void Clipping::clip_value(double value, int64_t rounds) {
   clips_.push_back({value, std::nullopt});
   clipped_rounds_ = rounds;
-  narrow(value);
+  lower_bound_to(value);
 }
 
-void Clipping::renew(int64_t rounds) {
+void Clipping::replay_clips(int64_t rounds) {
   if (clips_.empty() || std::exchange(clipped_rounds_, rounds) == rounds) return;
   coefficient_.fill_(1.0);
   bound_.reset();
   for (const Clip& c : clips_) {
     if (c.norm_type) {
-      shrink(c.limit, norm(*c.norm_type, rounds));
+      scale_coefficient(c.limit, norm(*c.norm_type, rounds));
     } else {
-      narrow(c.limit);
+      lower_bound_to(c.limit);
     }
   }
 }
 
 at::Tensor Clipping::unclipped_norm(int64_t rounds) {
   const bool known =
-      norm_ && norm_->norm_type == 2.0 && norm_->rounds == rounds && norm_->narrowed == 0;
+      norm_ && norm_->norm_type == 2.0 && norm_->rounds == rounds && norm_->bound_changes == 0;
   if (known) return norm_->norm;
   const ShardNorm made = measure(2.0);
   nonfinite_ = Nonfinite{rounds, made.nonfinite};
@@ -106,7 +106,7 @@ void Clipping::reset() {
   nonfinite_.reset();
   if (!clips_.empty()) coefficient_.fill_(1.0);
   bound_.reset();
-  narrowed_ = 0;
+  bound_changes_ = 0;
   clips_.clear();
 }
 

@@ -40,7 +40,7 @@ class Clipping {
   // Clamps to [-value, value] what the clips so far leave.
   void clip_value(double value, int64_t rounds);
   // Collective where gradients were added after the last clip: clips again from the beginning.
-  void renew(int64_t rounds);
+  void replay_clips(int64_t rounds);
   // Collective where it is not known. The 2-norm without clips, 0-dim double on the device.
   at::Tensor unclipped_norm(int64_t rounds);
   // Collective where no norm of these rounds is known. 0-dim double on the device: not 0 where any
@@ -62,11 +62,11 @@ class Clipping {
     std::optional<double> norm_type;
   };
 
-  // Computes norm_ unless it is of that type, round and bound.
-  void compute_norm(double norm_type, int64_t rounds);
+  // The norm of gradients that are clamped and not multiplied: norm_, or measured.
+  const at::Tensor& norm_of_rounds(double norm_type, int64_t rounds);
   ShardNorm measure(double norm_type, const at::Tensor& bound = {});
-  void shrink(double max_norm, const at::Tensor& norm);
-  void narrow(double value);
+  void scale_coefficient(double max_norm, const at::Tensor& norm);
+  void lower_bound_to(double value);
 
   const std::vector<SegmentTensors>& segments_;
   const std::vector<double>& weights_;
@@ -77,13 +77,13 @@ class Clipping {
   std::vector<Clip> clips_;
   int64_t clipped_rounds_ = 0;  // of the gradient that they saw
   const at::Tensor coefficient_;
-  at::Tensor bound_;      // 0-dim double beside the gradients; undefined without clips by value
-  int64_t narrowed_ = 0;  // how often, since the gradients are new
+  at::Tensor bound_;  // 0-dim double beside the gradients; undefined without clips by value
+  int64_t bound_changes_ = 0;  // since the gradients are new
 
   struct Known {
     double norm_type;
     int64_t rounds;
-    int64_t narrowed;
+    int64_t bound_changes;
     at::Tensor norm;
   };
   std::optional<Known> norm_;

@@ -122,7 +122,7 @@ at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
       norm = at::zeros({}, clipping.coefficient().options());
       return;
     }
-    clipping.renew(agreement.rounds);
+    clipping.replay_clips(agreement.rounds);
     norm = clipping.norm(norm_type, agreement.rounds);
     if (max_norm) clipping.clip(*max_norm, norm_type, norm, agreement.rounds);
   });
@@ -140,7 +140,7 @@ void Engine::clip_value(double value) {
   comms->run_or_close([&] {
     gather_full_gradients(agreement);
     if (!clips) return;
-    clipping.renew(agreement.rounds);
+    clipping.replay_clips(agreement.rounds);
     clipping.clip_value(value, agreement.rounds);
   });
 }
@@ -194,7 +194,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
 
 bool Engine::leaves_out(int64_t rounds, at::Tensor& on_device) {
   at::Tensor nonfinite;
-  clipping.renew(rounds);
+  clipping.replay_clips(rounds);
   const at::Tensor by_rule = ask_rule(rounds);
   if (options.skip_nonfinite()) nonfinite = clipping.nonfinite(rounds);
   if (shards.deferred()) {
