@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/agreement/control_channel.h"
 
+#include <ATen/ops/bitwise_or.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -262,6 +263,24 @@ TEST(ControlChannelTest, AFailureIsReportedWithWhatOthersAnnouncedBefore) {
     EXPECT_EQ(later.find("sugar"), std::string::npos) << later;
     link.communicator->all_gather_text("", "all have read again");
   });
+}
+
+TEST(ControlChannelTest, FlagsComeBackAndTheirUnionIsABitwiseOr) {
+  for (const size_t count : {0, 1, 31, 32, 33, 64, 100}) {
+    std::vector<uint8_t> third(count), fifth(count), both(count);
+    for (size_t i = 0; i < count; ++i) {
+      third[i] = i % 3 == 0;
+      fifth[i] = i % 5 == 1 || i % 32 == 31;
+      both[i] = third[i] | fifth[i];
+    }
+    const at::Tensor bits = pack_flags(third);
+    EXPECT_EQ(bits.numel(), static_cast<int64_t>((count + 31) / 32));
+    std::vector<uint8_t> back(count, 7);
+    unpack_flags(bits, back);
+    EXPECT_EQ(back, third);
+    unpack_flags(at::bitwise_or(bits, pack_flags(fifth)), back);
+    EXPECT_EQ(back, both);
+  }
 }
 
 }  // namespace

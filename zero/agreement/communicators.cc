@@ -10,7 +10,7 @@
 #include <sstream>
 
 #include "zero/agreement/construction_check.h"
-#include "zero/agreement/used_flags.h"
+#include "zero/agreement/fingerprint.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "zero/agreement/used_flags.h"
+#include "zero/agreement/fingerprint.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 

@@ -3,13 +3,14 @@
 #include "zero/agreement/control_channel.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <iterator>
 #include <set>
 
-#include "zero/agreement/used_flags.h"
+#include "zero/agreement/fingerprint.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 
@@ -38,6 +39,8 @@ constexpr const char* kGoOnWithout =
 
 // An error lists the calls of so many ranks, however many there are.
 constexpr size_t kRanksListed = 64;
+
+constexpr size_t kBits = 32;  // flags in each int32
 
 }  // namespace
 
@@ -183,6 +186,23 @@ std::string ControlChannel::report_failure(const std::string& text) noexcept {
   if (communicator_.world_size() == 1) return {};
   if (!has_announced_) announce(text);
   return board_.announced_after_failure();
+}
+
+at::Tensor pack_flags(const std::vector<uint8_t>& flags) {
+  const size_t words = (flags.size() + kBits - 1) / kBits;
+  at::Tensor bits = at::zeros({static_cast<int64_t>(words)}, at::TensorOptions().dtype(at::kInt));
+  auto* out = bits.mutable_data_ptr<int32_t>();
+  for (size_t i = 0; i < flags.size(); ++i) {
+    if (flags[i] != 0) out[i / kBits] |= static_cast<int32_t>(uint32_t{1} << (i % kBits));
+  }
+  return bits;
+}
+
+void unpack_flags(const at::Tensor& bits, std::vector<uint8_t>& flags) {
+  const auto* in = bits.const_data_ptr<int32_t>();
+  for (size_t i = 0; i < flags.size(); ++i) {
+    flags[i] = static_cast<uint8_t>((static_cast<uint32_t>(in[i / kBits]) >> (i % kBits)) & 1U);
+  }
 }
 
 }  // namespace zero

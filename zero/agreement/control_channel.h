@@ -10,6 +10,8 @@
 // message carries one bit per parameter.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -109,5 +111,10 @@ class ControlChannel {
   int64_t sequence_ = 0;
   std::atomic<bool> has_announced_ = false;
 };
+
+// One flag per parameter as bits of a message: [ceil(flags / 32)] int32, for a bitwise OR over
+// ranks, and back.
+at::Tensor pack_flags(const std::vector<uint8_t>& flags);
+void unpack_flags(const at::Tensor& bits, std::vector<uint8_t>& flags);
 
 }  // namespace zero

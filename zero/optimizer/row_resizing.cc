@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "bookkeeping/layout.h"
-#include "zero/agreement/used_flags.h"
+#include "zero/agreement/fingerprint.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"

@@ -10,7 +10,7 @@
 #include <map>
 #include <sstream>
 
-#include "zero/agreement/used_flags.h"
+#include "zero/agreement/fingerprint.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/whole_tensor.h"
 

@@ -1,16 +1,13 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/agreement/used_flags.h"
+#include "zero/agreement/fingerprint.h"
 
-#include <ATen/ops/bitwise_or.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 namespace zero {
 namespace {
-
-using Flags = std::vector<uint8_t>;
 
 Fingerprint maxima(const std::vector<Fingerprint>& ranks) {
   Fingerprint result = ranks.front();
@@ -20,10 +17,10 @@ Fingerprint maxima(const std::vector<Fingerprint>& ranks) {
   return result;
 }
 
-TEST(UsedFlagsTest, MaximaOfFingerprintsShowWhetherAllRanksAreEqual) {
+TEST(FingerprintTest, MaximaOfFingerprintsShowWhetherAllRanksAreEqual) {
   std::vector<Fingerprint> all;
   for (int n = 0; n < 64; ++n) {
-    Flags flags(64, 0);
+    std::vector<uint8_t> flags(64, 0);
     flags[n] = 1;
     all.push_back(fingerprint_of(flags));
   }
@@ -39,29 +36,11 @@ TEST(UsedFlagsTest, MaximaOfFingerprintsShowWhetherAllRanksAreEqual) {
 }
 
 // Either half of a hash is enough to be different.
-TEST(UsedFlagsTest, EachHalfOfAFingerprintCounts) {
+TEST(FingerprintTest, EachHalfOfAFingerprintCounts) {
   for (const Fingerprint& other : {Fingerprint{5, -5, 8, -8}, Fingerprint{6, -6, 7, -7}}) {
     EXPECT_FALSE(all_equal(maxima({{5, -5, 7, -7}, other}).data()));
   }
   EXPECT_TRUE(all_equal(Fingerprint{5, -5, 7, -7}.data()));
-}
-
-TEST(UsedFlagsTest, BitsComeBackAndTheirUnionIsABitwiseOr) {
-  for (const size_t count : {0, 1, 31, 32, 33, 64, 100}) {
-    Flags third(count), fifth(count), both(count);
-    for (size_t i = 0; i < count; ++i) {
-      third[i] = i % 3 == 0;
-      fifth[i] = i % 5 == 1 || i % 32 == 31;
-      both[i] = third[i] | fifth[i];
-    }
-    const at::Tensor bits = pack_flags(third);
-    EXPECT_EQ(bits.numel(), static_cast<int64_t>((count + 31) / 32));
-    Flags back(count, 7);
-    unpack_flags(bits, back);
-    EXPECT_EQ(back, third);
-    unpack_flags(at::bitwise_or(bits, pack_flags(fifth)), back);
-    EXPECT_EQ(back, both);
-  }
 }
 
 }  // namespace
