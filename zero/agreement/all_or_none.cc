@@ -13,7 +13,7 @@ namespace zero {
 
 std::vector<std::string> run_on_all_ranks(Communicator& control, const std::string& what,
                                           const std::function<std::string()>& body) {
-  // The first letter says which of the three the rest is.
+  // '+' and what body() returned, '-' and its error, or '?' and its CommunicationError.
   std::string text;
   try {
     text = c10::str("+", body());

@@ -9,8 +9,8 @@
 #include <set>
 #include <sstream>
 
-#include "zero/agreement/construction_check.h"
 #include "zero/agreement/fingerprint.h"
+#include "zero/agreement/same_on_all_ranks.h"
 #include "zero/base/error_text.h"
 #include "zero/comm/row_communicator.h"
 
@@ -135,14 +135,15 @@ void OptimizerCommunicators::check_each_domain(
       }
     }
   }
-  check_construction(*control, problem, {}, call);
+  check_same_on_all_ranks(*control, problem, {}, call);
 }
 
 void OptimizerCommunicators::check_domains(
     const ShardDomains& all, const std::function<std::vector<std::string>(int64_t)>& lines) {
   if (all.uniform) return;
-  check_each_domain(
-      [&](int64_t domain, Communicator& group) { check_construction(group, "", lines(domain)); });
+  check_each_domain([&](int64_t domain, Communicator& group) {
+    check_same_on_all_ranks(group, "", lines(domain));
+  });
 }
 
 namespace {
@@ -262,7 +263,7 @@ void OptimizerCommunicators::check_groups(const ShardDomains& all) {
       row.domains.push_back(m);
     }
   }
-  check_construction(*control, problem_of_groups(all, table), {});
+  check_same_on_all_ranks(*control, problem_of_groups(all, table), {});
 }
 
 void OptimizerCommunicators::agree_on_half(const ShardDomains& all, bool half_here) {

@@ -41,8 +41,9 @@ struct OptimizerCommunicators {
   // Collective over the mesh. Makes the rest and sends nothing else.
   void connect(const ShardDomains& all);
 
-  // Collective over the mesh, only where it is not uniform; see check_construction(). `lines(d)`
-  // describes what the ranks of domain d must have in common. Throws on every rank of the mesh.
+  // Collective over the mesh, only where it is not uniform; see check_same_on_all_ranks().
+  // `lines(d)` describes what the ranks of domain d must have in common. Throws on every rank of
+  // the mesh.
   void check_domains(const ShardDomains& all,
                      const std::function<std::vector<std::string>(int64_t)>& lines);
   // Collective over the mesh, where it is not uniform: sets any_half, so that all ranks scale
@@ -56,7 +57,7 @@ struct OptimizerCommunicators {
                      const std::vector<int64_t>& domain_of, std::vector<uint8_t>& used);
   // Calls check(d, group) for every domain d and each of the two groups that hold the same
   // parameters, all of them even if one throws; then all ranks of the mesh throw. `call` as in
-  // check_construction().
+  // check_same_on_all_ranks().
   void check_each_domain(const std::function<void(int64_t, Communicator&)>& check,
                          const std::string& call = {});
 

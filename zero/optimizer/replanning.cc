@@ -17,7 +17,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/all_or_none.h"
-#include "zero/agreement/construction_check.h"
+#include "zero/agreement/same_on_all_ranks.h"
 #include "zero/base/error_text.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/classes.h"
@@ -233,7 +233,7 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   };
   engine.agree(change.call, check,
                {text_of(change.parameters, engine.module) + change.arguments, {}});
-  check_construction(*engine.comms->control, /*problem=*/{}, lines, call_name(change.call));
+  check_same_on_all_ranks(*engine.comms->control, /*problem=*/{}, lines, call_name(change.call));
 }
 
 std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,

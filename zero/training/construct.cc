@@ -10,7 +10,7 @@
 #include <unordered_set>
 
 #include "bookkeeping/layout.h"
-#include "zero/agreement/construction_check.h"
+#include "zero/agreement/same_on_all_ranks.h"
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
 #include "zero/inner_optimizers/classes.h"
@@ -286,7 +286,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
     problem = text_of_caught();
   }
   const auto agree = [&] {
-    check_construction(*comms->control, problem, lines);
+    check_same_on_all_ranks(*comms->control, problem, lines);
     comms->check_groups(*domains);
     comms->connect(*domains);
     comms->check_domains(*domains, described);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/agreement/construction_check.h"
+#include "zero/agreement/same_on_all_ranks.h"
 
 #include <gtest/gtest.h>
 
@@ -24,10 +24,10 @@ void on_ranks(int world_size, const std::function<void(Communicator&)>& body) {
 }
 
 std::string check(Communicator& group, const std::string& problem, const Lines& lines) {
-  return error_of([&] { check_construction(group, problem, lines); });
+  return error_of([&] { check_same_on_all_ranks(group, problem, lines); });
 }
 
-TEST(ConstructionCheckTest, EqualRanksSendThreeNumbersAndGoOn) {
+TEST(SameOnAllRanksTest, EqualRanksSendThreeNumbersAndGoOn) {
   for (const int world_size : {1, 2, 3, 4}) {
     on_ranks(world_size, [&](Communicator& group) {
       EXPECT_EQ(check(group, "", Lines(1000, "a line of a large model")), "");
@@ -37,7 +37,7 @@ TEST(ConstructionCheckTest, EqualRanksSendThreeNumbersAndGoOn) {
   }
 }
 
-TEST(ConstructionCheckTest, EveryRankReadsTheProblemsOfAll) {
+TEST(SameOnAllRanksTest, EveryRankReadsTheProblemsOfAll) {
   for (const int world_size : {1, 2, 3, 4}) {
     on_ranks(world_size, [&](Communicator& group) {
       const int last = world_size - 1;
@@ -56,7 +56,7 @@ TEST(ConstructionCheckTest, EveryRankReadsTheProblemsOfAll) {
   }
 }
 
-TEST(ConstructionCheckTest, TheFirstDifferenceIsNamedWithTheRanksThatHaveIt) {
+TEST(SameOnAllRanksTest, TheFirstDifferenceIsNamedWithTheRanksThatHaveIt) {
   on_ranks(3, [](Communicator& group) {
     const bool other = group.rank() == 2;
     const std::string text = check(group, "", {"stage 2", other ? "b" : "a", other ? "d" : "c"});
@@ -66,7 +66,7 @@ TEST(ConstructionCheckTest, TheFirstDifferenceIsNamedWithTheRanksThatHaveIt) {
   });
 }
 
-TEST(ConstructionCheckTest, OnlyTheLineThatDiffersIsSent) {
+TEST(SameOnAllRanksTest, OnlyTheLineThatDiffersIsSent) {
   for (const int64_t at : {0, 1, 4999, 9999}) {
     on_ranks(3, [&](Communicator& group) {
       Lines lines(10000, "a line of a large model");
@@ -80,7 +80,7 @@ TEST(ConstructionCheckTest, OnlyTheLineThatDiffersIsSent) {
 }
 
 // In quadratic time this would be 10 minutes.
-TEST(ConstructionCheckTest, AHundredThousandLinesAreReadOnce) {
+TEST(SameOnAllRanksTest, AHundredThousandLinesAreReadOnce) {
   on_ranks(2, [](Communicator& group) {
     Lines lines(100000, "parameter with a name and a shape");
     lines.push_back("the last one of rank " + std::to_string(group.rank()));
@@ -89,14 +89,14 @@ TEST(ConstructionCheckTest, AHundredThousandLinesAreReadOnce) {
   });
 }
 
-TEST(ConstructionCheckTest, ARankWithFewerLinesHasNothingMore) {
+TEST(SameOnAllRanksTest, ARankWithFewerLinesHasNothingMore) {
   on_ranks(2, [](Communicator& group) {
     const Lines lines = group.rank() == 0 ? Lines{"a", "b"} : Lines{"a"};
     expect_words(check(group, "", lines), {"rank 0: b\n  rank 1: (nothing more)"});
   });
 }
 
-TEST(ConstructionCheckTest, AProblemComesBeforeADifference) {
+TEST(SameOnAllRanksTest, AProblemComesBeforeADifference) {
   on_ranks(2, [](Communicator& group) {
     const std::string rank = std::to_string(group.rank());
     expect_words(check(group, group.rank() == 1 ? "no more sugar" : "", {rank}), {"no more sugar"});

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/agreement/construction_check.h"
+#include "zero/agreement/same_on_all_ranks.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -103,8 +103,8 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
 
 }  // namespace
 
-void check_construction(Communicator& communicator, const std::string& problem,
-                        const std::vector<std::string>& lines, const std::string& call) {
+void check_same_on_all_ranks(Communicator& communicator, const std::string& problem,
+                             const std::vector<std::string>& lines, const std::string& call) {
   if (communicator.world_size() == 1) {
     TORCH_CHECK(problem.empty(), "rank 0: ", problem);
     return;
