@@ -6,8 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <set>
-#include <sstream>
 
 #include "zero/agreement/fingerprint.h"
 #include "zero/agreement/same_on_all_ranks.h"
@@ -144,126 +142,6 @@ void OptimizerCommunicators::check_domains(
   check_each_domain([&](int64_t domain, Communicator& group) {
     check_same_on_all_ranks(group, "", lines(domain));
   });
-}
-
-namespace {
-
-// What a rank has as one of its domains.
-struct Membership {
-  std::string place;     // in the group
-  std::string group;     // an equal word for equal groups
-  std::string replicas;  // the same; without replicas that of the group
-  std::string copy;      // the place in the replicas
-};
-
-struct Memberships {
-  std::string home;  // a word, too
-  std::vector<Membership> domains;
-};
-
-std::string word_of(const Group& group) {
-  const auto [name, ranks] = key_of(group);
-  const Fingerprint words = fingerprint_of(c10::str(name, "/", ranks));
-  return c10::str(words[0], "/", words[2]);
-}
-
-// Equal where ranks send to each other over home.
-std::string home_word(const ShardDomains& all) {
-  return word_of(all.home) + (all.list[all.home_domain].replicas ? "/copies" : "");
-}
-
-// `table[r]` has the domains of rank r of the mesh. Returns what is wrong with those of this rank;
-// empty if nothing is.
-std::string problem_of_groups(const ShardDomains& all, const std::vector<Memberships>& table) {
-  constexpr const char* kAdvice =
-      "; take both groups from dimensions of one Mesh, or list the ranks of all groups in one "
-      "order";
-  std::map<int, size_t> row_of;
-  for (const int rank : all.mesh.global_ranks()) row_of.emplace(rank, row_of.size());
-  for (const int rank : all.home.global_ranks()) {
-    if (table[row_of.at(rank)].home == home_word(all)) continue;
-    return c10::str("optimizer: expected one group on all ranks of \"", all.home.name(),
-                    "\", got another, or other placements or tensor_parts() over it, on rank ",
-                    rank, "; give the constructor the same on all of them");
-  }
-  for (size_t d = 0; d < all.list.size(); ++d) {
-    if (!all.has_parameter_groups(static_cast<int64_t>(d))) continue;  // home, as above
-    const auto of = [&](int rank) {
-      const auto& row = table[row_of.at(rank)].domains;
-      return d < row.size() ? row[d] : Membership();
-    };
-    const Group& group = all.list[d].group;
-    const auto& replicas = all.list[d].replicas;
-    const int here = group.global_rank();
-    const Membership own = of(here);
-    std::map<std::string, std::set<std::string>> joined;  // the groups that each has copies of
-    for (const auto& [home, row] : table) {
-      if (d < row.size()) joined[row[d].replicas].insert(row[d].group);
-    }
-    for (const int rank : group.global_ranks()) {
-      const Membership other = of(rank);
-      if (other.group != own.group) {
-        const auto first = std::ranges::find(all.of_group, static_cast<int64_t>(d));
-        return c10::str(all.describe(static_cast<int64_t>(d))[first - all.of_group.begin()],
-                        "; expected the same on all ranks of sharded_over(\"", group.name(),
-                        "\"), got another group on rank ", rank,
-                        "; give parameter groups and placements in one order on all ranks");
-      }
-      if (other.replicas != own.replicas && joined[other.replicas] != joined[own.replicas]) {
-        return c10::str("replicated_over(): expected all ranks of sharded_over(\"", group.name(),
-                        "\") to have copies in the same groups, got others of rank ", here,
-                        " than of rank ", rank, kAdvice);
-      }
-      if (other.copy != own.copy) {
-        return c10::str("replicated_over(): expected all ranks of sharded_over(\"", group.name(),
-                        "\") to have one place among the copies, got place ", own.copy, " on rank ",
-                        here, " and place ", other.copy, " on rank ", rank, kAdvice);
-      }
-    }
-    if (!replicas) continue;
-    const std::string name = c10::str("replicated_over(\"", replicas->name(), "\"): expected ");
-    for (const int rank : replicas->global_ranks()) {
-      const Membership other = of(rank);
-      if (other.replicas != own.replicas) {
-        return c10::str(name, "the same on all its ranks, got another or none on rank ", rank,
-                        "; give all of them the placement");
-      }
-      if (other.place != own.place) {
-        return c10::str(name,
-                        "ranks that have one place in their sharded_over(), since they hold "
-                        "copies of one shard, got place ",
-                        own.place, " on rank ", here, " and place ", other.place, " on rank ", rank,
-                        kAdvice);
-      }
-    }
-  }
-  return {};
-}
-
-}  // namespace
-
-void OptimizerCommunicators::check_groups(const ShardDomains& all) {
-  const auto has_replicas = [](const ShardDomain& d) { return d.replicas.has_value(); };
-  // Where it is uniform, all ranks have agreed on which domains have replicas, and on whether home
-  // is the mesh.
-  const bool home_is_mesh = key_of(all.home) == key_of(all.mesh);
-  if (all.uniform && home_is_mesh && std::ranges::none_of(all.list, has_replicas)) return;
-  std::string own = home_word(all);
-  for (const ShardDomain& d : all.list) {
-    own +=
-        c10::str("\n", d.group.rank(), " ", word_of(d.group), " ",
-                 word_of(d.replicas.value_or(d.group)), " ", d.replicas ? d.replicas->rank() : 0);
-  }
-  std::vector<Memberships> table;
-  for (const std::string& text : control->all_gather_text(own, "groups of domains")) {
-    std::istringstream words(text);
-    auto& row = table.emplace_back();
-    words >> row.home;
-    for (Membership m; words >> m.place >> m.group >> m.replicas >> m.copy;) {
-      row.domains.push_back(m);
-    }
-  }
-  check_same_on_all_ranks(*control, problem_of_groups(all, table), {});
 }
 
 void OptimizerCommunicators::agree_on_half(const ShardDomains& all, bool half_here) {

@@ -32,12 +32,6 @@ struct OptimizerCommunicators {
   explicit OptimizerCommunicators(const Group& mesh);
   ~OptimizerCommunicators();
 
-  // Collective over the mesh. Throws on every rank of it where the ranks of a group have not that
-  // group as the same domain, or as home, for which others would wait; where replicas have
-  // different places in their groups, and hold different shards; where ranks of one group have
-  // copies in different ones, and average over different ranks; and where they are different ones
-  // of the copies, and begin with different values.
-  void check_groups(const ShardDomains& all);
   // Collective over the mesh. Makes the rest and sends nothing else.
   void connect(const ShardDomains& all);
 

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "bookkeeping/layout.h"
+#include "zero/agreement/group_memberships.h"
 #include "zero/agreement/same_on_all_ranks.h"
 #include "zero/base/error_text.h"
 #include "zero/gradients/wire_format.h"
@@ -287,7 +288,7 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
   }
   const auto agree = [&] {
     check_same_on_all_ranks(*comms->control, problem, lines);
-    comms->check_groups(*domains);
+    check_groups(*comms->control, *domains);
     comms->connect(*domains);
     comms->check_domains(*domains, described);
     comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
