@@ -19,6 +19,11 @@ namespace {
 
 int64_t ranks_of(const std::optional<Group>& group) { return group ? group->world_size() : 1; }
 
+// With its replicas.
+int64_t ranks_in(const ShardDomain& domain) {
+  return domain.group.world_size() * ranks_of(domain.replicas);
+}
+
 bool has(const Group& group, int rank) {
   return std::ranges::find(group.global_ranks(), rank) != group.global_ranks().end();
 }
@@ -58,29 +63,86 @@ size_t domain_with_copies(const ShardDomains& domains) {
   return common ? least : list.size();
 }
 
+// Checks that groups are of ranks of the mesh. Parameter groups, of which there may be thousands,
+// share groups of ranks: each is looked at once.
+class MeshRanks {
+ public:
+  explicit MeshRanks(const Group& mesh)
+      : mesh_(mesh), ranks_(mesh.global_ranks().begin(), mesh.global_ranks().end()) {}
+
+  void check(const Group& group, const std::string& where) {
+    if (!checked_.insert(key_of(group)).second) return;
+    for (const int rank : group.global_ranks()) {
+      TORCH_CHECK(ranks_.contains(rank), where,
+                  ": expected groups of ranks of the mesh, got group \"", group.name(),
+                  "\" with rank ", rank, ", which is not in group \"", mesh_.name(),
+                  "\"; give mesh_group() all ranks that train the model together");
+    }
+  }
+
+ private:
+  const Group& mesh_;
+  const std::unordered_set<int> ranks_;
+  std::set<GroupKey> checked_;
+};
+
+void check_numbers(const GroupPlacement& placement, Reduction reduction, const std::string& where) {
+  TORCH_CHECK(placement.averaged_over() >= 0, where, ": expected averaged_over of 0 or more, got ",
+              placement.averaged_over());
+  TORCH_CHECK(reduction != Reduction::kSum || placement.averaged_over() == 0, where,
+              ": expected no averaged_over with Reduction::kSum, which divides by nothing, got ",
+              placement.averaged_over(),
+              "; divide the loss by the size of the whole batch, and leave averaged_over out");
+  TORCH_CHECK(placement.copies() >= 1, where, ": expected copies of 1 or more, got ",
+              placement.copies());
+}
+
+int64_t divisor_of(const ShardDomain& domain, const GroupPlacement& placement,
+                   const ZeroOptions& options) {
+  if (placement.averaged_over() > 0) return placement.averaged_over();
+  if (options.reduction() == Reduction::kSum) return 1;
+  if (options.micro_batches() > 0) return options.micro_batches();
+  return ranks_in(domain);
+}
+
+// The domain of a parameter group that is at `placement` of an optimizer over `group`.
+ShardDomain domain_of(const GroupPlacement& placement, const Group& group,
+                      const ZeroOptions& options, MeshRanks& mesh, const std::string& where) {
+  ShardDomain domain{placement.sharded_over().value_or(group), placement.replicated_over()};
+  if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
+  mesh.check(domain.group, where);
+  if (domain.replicas) {
+    mesh.check(*domain.replicas, where);
+    check_disjoint(domain.group, *domain.replicas, where);
+  }
+  check_numbers(placement, options.reduction(), where);
+  domain.averaged_over = divisor_of(domain, placement, options);
+  return domain;
+}
+
+// Returns the number of home in the list, to which it is added where no domain of parameter groups
+// is.
+int64_t choose_home(ShardDomains& domains, const ZeroOptions& options) {
+  size_t home = domain_with_copies(domains);
+  const auto& parts = options.tensor_parts();
+  if (parts && home < domains.list.size() && domains.list[home].replicas &&
+      shared_rank(parts->group, *domains.list[home].replicas)) {
+    home = domains.list.size();
+  }
+  if (home == domains.list.size()) domains.list.push_back({domains.home, std::nullopt});
+  return static_cast<int64_t>(home);
+}
+
 }  // namespace
 
 ShardDomains make_domains(const Group& group, const ZeroOptions& options,
                           int64_t parameter_groups) {
-  ShardDomains domains{
-      group, options.mesh_group().value_or(group), {}, 0, {}, {}, true, options.two_level()};
-  const std::vector<int>& all = domains.mesh.global_ranks();
-  const std::unordered_set<int> ranks_of_mesh(all.begin(), all.end());
-  // Parameter groups, of which there may be thousands, share groups of ranks: each is looked at
-  // once.
-  std::set<GroupKey> seen;
-  const auto check_in_mesh = [&](const Group& inner, const std::string& where) {
-    if (!seen.insert(key_of(inner)).second) return;
-    for (const int rank : inner.global_ranks()) {
-      TORCH_CHECK(ranks_of_mesh.contains(rank), where,
-                  ": expected groups of ranks of the mesh, got group \"", inner.name(),
-                  "\" with rank ", rank, ", which is not in group \"", domains.mesh.name(),
-                  "\"; give mesh_group() all ranks that train the model together");
-    }
-  };
-  check_in_mesh(group, "optimizer");
+  ShardDomains domains{group, options.mesh_group().value_or(group)};
+  domains.two_level = options.two_level();
+  MeshRanks mesh(domains.mesh);
+  mesh.check(group, "optimizer");
   if (const auto& parts = options.tensor_parts()) {
-    check_in_mesh(parts->group, "tensor_parts()");
+    mesh.check(parts->group, "tensor_parts()");
     TORCH_CHECK(parts->dimension != nullptr,
                 "tensor_parts(): expected a function that returns dimensions, got none");
   }
@@ -88,55 +150,27 @@ ShardDomains make_domains(const Group& group, const ZeroOptions& options,
     TORCH_CHECK(0 <= index && index < parameter_groups, "placement of parameter group ", index,
                 ": expected one of the ", parameter_groups, " groups of the inner optimizer");
   }
-  using Key = std::tuple<GroupKey, GroupKey, int64_t>;
-  std::map<Key, int64_t> known;
+  // Groups with one placement share a domain.
+  std::map<std::tuple<GroupKey, GroupKey, int64_t>, int64_t> known;
   for (int64_t g = 0; g < parameter_groups; ++g) {
     const auto found = options.placements().find(g);
     const GroupPlacement placement =
         found == options.placements().end() ? GroupPlacement() : found->second;
-    const std::string where = "placement of parameter group " + std::to_string(g);
-    ShardDomain domain{placement.sharded_over().value_or(group), placement.replicated_over(), 0};
-    if (ranks_of(domain.replicas) == 1) domain.replicas.reset();
-    check_in_mesh(domain.group, where);
-    if (domain.replicas) {
-      check_in_mesh(*domain.replicas, where);
-      check_disjoint(domain.group, *domain.replicas, where);
-    }
-    TORCH_CHECK(placement.averaged_over() >= 0, where,
-                ": expected averaged_over of 0 or more, got ", placement.averaged_over());
-    const bool sum = options.reduction() == Reduction::kSum;
-    TORCH_CHECK(!sum || placement.averaged_over() == 0, where,
-                ": expected no averaged_over with Reduction::kSum, which divides by nothing, got ",
-                placement.averaged_over(),
-                "; divide the loss by the size of the whole batch, and leave averaged_over out");
-    TORCH_CHECK(placement.copies() >= 1, where, ": expected copies of 1 or more, got ",
-                placement.copies());
-    const int64_t ranks = domain.group.world_size() * ranks_of(domain.replicas);
-    const int64_t terms = options.micro_batches() > 0 ? options.micro_batches() : ranks;
-    domain.averaged_over = placement.averaged_over() > 0 ? placement.averaged_over()
-                           : sum                         ? 1
-                                                         : terms;
-    domains.uniform = domains.uniform && ranks == domains.mesh.world_size();
+    ShardDomain domain = domain_of(placement, group, options, mesh,
+                                   "placement of parameter group " + std::to_string(g));
     const int64_t holders = ranks_of(domain.replicas) * placement.copies();
     domains.norm_weights.push_back(placement.owner() ? 1.0 / static_cast<double>(holders) : 0.0);
-    const Key key{key_of(domain.group), domain.replicas ? key_of(*domain.replicas) : GroupKey(),
-                  domain.averaged_over};
-    const auto [entry, added] = known.try_emplace(key, domains.list.size());
+    const auto [entry, added] = known.try_emplace(
+        {key_of(domain.group), domain.replicas ? key_of(*domain.replicas) : GroupKey(),
+         domain.averaged_over},
+        domains.list.size());
     if (added) domains.list.push_back(std::move(domain));
     domains.of_group.push_back(entry->second);
   }
-  size_t home = domain_with_copies(domains);
-  const auto& parts = options.tensor_parts();
-  if (parts && home < domains.list.size() && domains.list[home].replicas &&
-      shared_rank(parts->group, *domains.list[home].replicas)) {
-    home = domains.list.size();
-  }
-  if (home == domains.list.size()) domains.list.push_back({group, std::nullopt});
-  domains.home_domain = static_cast<int64_t>(home);
-  // Ranks that get nothing of it may hold other frozen tensors.
-  const ShardDomain& sends = domains.list[home];
-  domains.uniform = domains.uniform && sends.group.world_size() * ranks_of(sends.replicas) ==
-                                           domains.mesh.world_size();
+  domains.home_domain = choose_home(domains, options);
+  // Ranks that get nothing of what home sends may hold other frozen tensors.
+  domains.uniform = std::ranges::all_of(
+      domains.list, [&](const ShardDomain& d) { return ranks_in(d) == domains.mesh.world_size(); });
   return domains;
 }
 

@@ -26,12 +26,12 @@ struct ShardDomains {
   Group home;  // as given to the constructor; sends frozen parameters and buffers
   Group mesh;  // all ranks that agree on calls, problems, rounds, skipped steps and norms
   // Those with parameter groups and, where the home domain is none of them, that one behind them.
-  std::vector<ShardDomain> list;
+  std::vector<ShardDomain> list = {};
   // Of `list`: `home`, and its replicas only if they have copies of all that is trained over it.
   // Its ranks get what `home` sends, and agree on that.
   int64_t home_domain = 0;
-  std::vector<int64_t> of_group;     // per parameter group: its domain
-  std::vector<double> norm_weights;  // per parameter group, see zero/norm/shard_norm.h
+  std::vector<int64_t> of_group = {};     // per parameter group: its domain
+  std::vector<double> norm_weights = {};  // per parameter group, see zero/norm/shard_norm.h
   // True if all ranks of the mesh hold the same parameters: each domain and its replicas are the
   // whole mesh, and so are the ranks that get what home sends. Otherwise, with experts or stages,
   // parameters can be compared within a domain only.
