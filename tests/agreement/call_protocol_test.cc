@@ -29,7 +29,8 @@ struct Rank {
   std::string call(Call call, const AgreedArguments& arguments = {}) {
     Agreement own;
     own.used.assign(of.size(), 0);
-    return error_of([&] { protocol.exchange(call, protocol.take_problem(call), arguments, own); });
+    return error_of(
+        [&] { protocol.agree_on_call(call, protocol.take_problem(call), arguments, own); });
   }
 
   const ShardDomains domains;
@@ -55,12 +56,12 @@ TEST(CallProtocolTest, MisuseOfOneRankIsThrownThereAndByAllInTheNextCall) {
         EXPECT_EQ(error_of([&] { r.protocol.throw_misuse("no more sugar"); }),
                   "rank 0: no more sugar");
       }
-      EXPECT_EQ(r.protocol.owes_an_error(), bad);
+      EXPECT_EQ(r.protocol.next_zero_grad_is_collective(), bad);
       expect_words(r.call(Call::kStep), {"no more sugar"});
       // What was refused on all ranks makes the next zero_grad() collective.
-      EXPECT_TRUE(r.protocol.owes_an_error());
+      EXPECT_TRUE(r.protocol.next_zero_grad_is_collective());
       EXPECT_EQ(r.call(Call::kZeroGrad), "");
-      EXPECT_FALSE(r.protocol.owes_an_error());
+      EXPECT_FALSE(r.protocol.next_zero_grad_is_collective());
     });
   }
 }
@@ -73,9 +74,9 @@ TEST(CallProtocolTest, ABrokenBackwardIsThrownByEveryCallUntilItIsRepaired) {
     }
     EXPECT_EQ(r.protocol.is_backward_broken(), r.protocol.rank() == 1);
     EXPECT_EQ(r.call(Call::kZeroGrad), "");
-    r.protocol.repaired();
+    r.protocol.forget_broken_backward();
     EXPECT_EQ(r.call(Call::kStep), "");
-    EXPECT_FALSE(r.protocol.owes_an_error());
+    EXPECT_FALSE(r.protocol.next_zero_grad_is_collective());
   });
 }
 
@@ -96,7 +97,7 @@ TEST(CallProtocolTest, AFailureOfACommunicatorIsFinalAndOtherErrorsAreNot) {
     r.protocol.check_usable();
     r.protocol.fail_stop([&] { EXPECT_EQ(r.call(Call::kStep), ""); });
     if (r.protocol.rank() == 0) r.comms.abort("the disk of rank 0 is on fire");
-    const auto step = [&] { r.protocol.exchange(Call::kStep, "", {}, Agreement()); };
+    const auto step = [&] { r.protocol.agree_on_call(Call::kStep, "", {}, Agreement()); };
     expect_words(error_of([&] { r.protocol.fail_stop(step); }), {"is on fire"});
     EXPECT_TRUE(r.protocol.has_failed());
     expect_words(error_of([&] { r.protocol.check_usable(); }),
@@ -116,19 +117,19 @@ TEST(CallProtocolTest, PromisedRoundsAreSentWithoutAMessage) {
     own.used = {1};
     for (const Call call :
          {Call::kReduceGradients, Call::kClipGradNorm, Call::kClipGradValue, Call::kStep}) {
-      const Agreement got = r.protocol.exchange(call, "", {}, own);
+      const Agreement got = r.protocol.agree_on_call(call, "", {}, own);
       EXPECT_EQ(got.rounds, 3);
       EXPECT_TRUE(got.passes);
       EXPECT_EQ(got.used, own.used);
     }
     // A problem is thrown where it is.
     if (r.protocol.rank() == 1) {
-      EXPECT_EQ(error_of([&] { r.protocol.exchange(Call::kStep, "no more sugar", {}, own); }),
+      EXPECT_EQ(error_of([&] { r.protocol.agree_on_call(Call::kStep, "no more sugar", {}, own); }),
                 "rank 1: no more sugar");
-      EXPECT_TRUE(r.protocol.owes_an_error());
+      EXPECT_TRUE(r.protocol.next_zero_grad_is_collective());
     }
     EXPECT_EQ(r.comms.control_traffic().small_calls, before);
-    r.protocol.exchange(Call::kMaster, "", {}, own);
+    r.protocol.agree_on_call(Call::kMaster, "", {}, own);
     EXPECT_EQ(r.comms.control_traffic().small_calls, before + 1);
   });
 }

@@ -41,9 +41,9 @@ Agreement used(std::vector<uint8_t> flags) {
   return own;
 }
 
-CallArguments arguments(const std::string& of_all, const std::string& of_some = "",
-                        bool differ = false) {
-  return {of_all, of_some, differ};
+CallArguments arguments(const std::string& on_all_ranks, const std::string& by_domain = "",
+                        bool domains_differ = false) {
+  return {on_all_ranks, by_domain, domains_differ};
 }
 
 void on_ranks(int world_size, const std::function<void(const Group&, Link&)>& body) {

@@ -59,13 +59,13 @@ void CallProtocol::break_backward(const std::string& reason) {
   comms_.channel.announce(reason);
 }
 
-void CallProtocol::end(const std::string& reason) {
+void CallProtocol::fail_on_all_ranks(const std::string& reason) {
   comms_.abort(reason);
   asks_for_recovery_ = false;
   failure_ = reason;
 }
 
-void CallProtocol::leave(const std::string& reason) {
+void CallProtocol::fail_for_recovery(const std::string& reason) {
   comms_.abort(reason);
   if (has_failed()) return;
   failure_ = reason + ", which did not succeed";
@@ -86,8 +86,8 @@ std::string CallProtocol::take_problem(Call call) {
   return text;
 }
 
-Agreement CallProtocol::exchange(Call call, const Problem& problem, AgreedArguments arguments,
-                                 Agreement own) {
+Agreement CallProtocol::agree_on_call(Call call, const Problem& problem, AgreedArguments arguments,
+                                      Agreement own) {
   refused_ = true;
   if (expected_rounds_ > 0 && is_of_a_step(call)) {
     if (!problem.empty()) {
@@ -99,7 +99,7 @@ Agreement CallProtocol::exchange(Call call, const Problem& problem, AgreedArgume
   }
   arguments.by_domain.resize(domains_.list.size());
   CallArguments all{arguments.on_all_ranks, {}, false};
-  std::string& joined = domains_.uniform ? all.of_all : all.of_some;
+  std::string& joined = domains_.uniform ? all.on_all_ranks : all.by_domain;
   for (const std::string& of_domain : arguments.by_domain) {
     if (!of_domain.empty()) joined += (joined.empty() ? "" : "; ") + of_domain;
   }
@@ -108,7 +108,7 @@ Agreement CallProtocol::exchange(Call call, const Problem& problem, AgreedArgume
   std::vector<uint8_t> used;
   if (!domains_.uniform) {
     used = std::exchange(own.used, {});
-    all.differ = !comms_.agree_domains(arguments.by_domain, domain_of_, used);
+    all.domains_differ = !comms_.agree_domains(arguments.by_domain, domain_of_, used);
   }
   Agreement agreement = comms_.channel.agree(call, all, problem, own);
   if (!domains_.uniform) agreement.used = std::move(used);

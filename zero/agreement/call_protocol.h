@@ -4,14 +4,15 @@
 // The protocol of collective calls on one rank: whether a call is allowed, how all ranks agree on
 // it, and how an error of one rank reaches the others.
 //
-// Four states lead to an error, each until something ends it. While a guard of use_ema() lives, all
-// calls but its end are problems too.
+// Every collective call of an engine runs in fail_stop(), and has two parts:
 //
-//   misuse            thrown at once here, and on all ranks by their next collective call
-//   broken backward   gradients are incomplete; thrown by every call until zero_grad()
-//   refused           the last call threw on all ranks; zero_grad() is collective then
-//   failure           a communicator is broken; final. CommunicationError, unless this rank is
-//                     what broke it
+//   Engine::agree()   until the ranks have agreed, an error is thrown on all of them, and nothing
+//                     was sent
+//   what it sends     in OptimizerCommunicators::run_or_close() where others wait for it, since an
+//                     error of this rank alone would leave them waiting
+//
+// run_on_all_ranks() is for work between messages that may fail on one rank, such as reading files:
+// then all throw, and all can go on.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -32,6 +33,9 @@ namespace zero {
 
 // Arguments of a call that ranks must give alike.
 struct AgreedArguments {
+  // Adds to those of all ranks.
+  void add(const std::string& text) { on_all_ranks += (on_all_ranks.empty() ? "" : ", ") + text; }
+
   std::string on_all_ranks;
   // By domain, those that concern its parameters: equal on the ranks that hold them. May be empty.
   std::vector<std::string> by_domain;
@@ -58,16 +62,18 @@ class CallProtocol {
   // no step() has worked since.
   bool asks_for_recovery() const { return asks_for_recovery_; }
 
-  // Gradients are incomplete for `reason` until repaired().
+  // Gradients are incomplete for `reason` until forget_broken_backward().
   void break_backward(const std::string& reason);
   // What cannot be taken back went wrong on this rank: a failure of all ranks for `reason`.
-  void end(const std::string& reason);
+  void fail_on_all_ranks(const std::string& reason);
   // recover() takes the optimizer apart: a failure, of all ranks too, until it has made another.
-  void leave(const std::string& reason);
+  void fail_for_recovery(const std::string& reason);
   bool is_backward_broken() const { return !broken_backward_.empty(); }
-  void repaired() { broken_backward_.clear(); }
+  void forget_broken_backward() { broken_backward_.clear(); }
   // Returns whether the next zero_grad() must be collective for an error.
-  bool owes_an_error() const { return !broken_backward_.empty() || !misuse_.empty() || refused_; }
+  bool next_zero_grad_is_collective() const {
+    return !broken_backward_.empty() || !misuse_.empty() || refused_;
+  }
 
   // The flag that a guard of no_sync() holds.
   const std::shared_ptr<bool>& no_sync() const { return no_sync_; }
@@ -79,10 +85,12 @@ class CallProtocol {
 
   // The problem that `call` must throw for what happened before it, or nothing. Forgets misuse.
   std::string take_problem(Call call);
-  // Collective: every collective call begins with it. Throws on all ranks when any rank has a
-  // `problem` or different arguments; else returns what all ranks agreed on. With a promise of
-  // static_graph the ranks do not send: see expect_rounds().
-  Agreement exchange(Call call, const Problem& problem, AgreedArguments arguments, Agreement own);
+  // Collective: Engine::agree() prepares it, and ControlChannel::agree() sends what is the same for
+  // all domains. Throws on all ranks when any rank has a `problem` or different arguments; else
+  // returns what all ranks agreed on. With a promise of static_graph the ranks do not send: see
+  // expect_rounds().
+  Agreement agree_on_call(Call call, const Problem& problem, AgreedArguments arguments,
+                          Agreement own);
 
   // With static_graph: each later step has `rounds` rounds and uses every parameter, so that calls
   // of a step need no message.
@@ -102,6 +110,16 @@ class CallProtocol {
   OptimizerCommunicators& comms_;
   const c10::Device device_;
 
+  // The states of docs/errors.md that lead to an error; empty: this rank is not in it.
+  //
+  //   state             entered by                            left by
+  //   misuse            throw_misuse()                        the next call, which all ranks throw
+  //   broken backward   break_backward(); all calls throw     zero_grad() on all ranks
+  //   refused           agree_on_call() that throws           agree_on_call() that does not
+  //   failure           a broken communicator or a lack of    nothing: recover() makes another
+  //                     memory in fail_stop(), fail_...()     engine
+  //
+  // While a guard of use_ema() lives, all calls but its end are problems too.
   std::string misuse_;
   std::string broken_backward_;
   bool refused_ = false;

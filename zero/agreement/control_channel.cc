@@ -101,8 +101,8 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const
       problem.empty() ? 0 : rank + 1 + (problem.of_communication ? 0 : world_size);
   words[kRounds] = static_cast<int32_t>(own.rounds);
   words[kPasses] = own.passes ? 1 : 0;
-  words[kArgumentsDiffer] = arguments.differ ? 1 : 0;
-  std::ranges::copy(fingerprint_of(arguments.of_all), words + kArguments);
+  words[kArgumentsDiffer] = arguments.domains_differ ? 1 : 0;
+  std::ranges::copy(fingerprint_of(arguments.on_all_ranks), words + kArguments);
   std::ranges::copy(fingerprint_of(own.used), words + kUsed);
   const std::string label = std::string("control message of ") + call_name(call);
   communicator_.all_reduce_max(message, label).wait();
@@ -110,16 +110,16 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const
   if (words[kProblemRank] != 0) {
     const int from = (words[kProblemRank] - 1) % world_size;
     const bool of_communication = words[kProblemRank] <= world_size;
-    const bool own = !problem.empty() && problem.of_communication == of_communication;
+    const bool is_own = !problem.empty() && problem.of_communication == of_communication;
     const bool of_newcomers =
         !of_communication &&
         is_of_newcomers(problem.empty() || problem.of_communication ? "" : "own", "");
     throw_error(of_communication || of_newcomers,
-                own ? c10::str("rank ", rank, ": ", problem.text)
-                    : c10::str("rank ", rank, ": ", call_name(call),
-                               " was given up by all ranks because of rank ", from, ": ",
-                               board_.text_of(problem_topic(sequence_), from),
-                               of_newcomers ? kGoOnWithout : ""));
+                is_own ? c10::str("rank ", rank, ": ", problem.text)
+                       : c10::str("rank ", rank, ": ", call_name(call),
+                                  " was given up by all ranks because of rank ", from, ": ",
+                                  board_.text_of(problem_topic(sequence_), from),
+                                  of_newcomers ? kGoOnWithout : ""));
   }
   // 4
   const bool same_arguments = all_equal(words + kArguments) && words[kArgumentsDiffer] == 0;
@@ -139,8 +139,9 @@ Agreement ControlChannel::agree(Call call, const CallArguments& arguments, const
 
 void ControlChannel::throw_different_calls(Call call, const CallArguments& arguments) {
   const int rank = communicator_.rank();
-  const bool both = !arguments.of_all.empty() && !arguments.of_some.empty();
-  const std::string text_of_arguments = arguments.of_all + (both ? ", " : "") + arguments.of_some;
+  const bool both = !arguments.on_all_ranks.empty() && !arguments.by_domain.empty();
+  const std::string text_of_arguments =
+      arguments.on_all_ranks + (both ? ", " : "") + arguments.by_domain;
   const std::string own =
       call_name(call) + (text_of_arguments.empty() ? "" : " with " + text_of_arguments);
   const auto calls = communicator_.all_gather_text(own, "calls that differ");

@@ -71,9 +71,9 @@ struct Agreement {
 
 // The arguments of a call, as text for errors.
 struct CallArguments {
-  std::string of_all;   // equal on every rank; only a hash is sent
-  std::string of_some;  // equal on the ranks that hold the same parameters, which compared it
-  bool differ = false;  // the result of that comparison
+  std::string on_all_ranks;  // equal on every rank; only a hash is sent
+  std::string by_domain;     // equal on the ranks that hold the same parameters, which compared it
+  bool domains_differ = false;  // the result of that comparison
 };
 
 class ControlChannel {

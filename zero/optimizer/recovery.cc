@@ -265,7 +265,8 @@ void Recovery::protect_at_once(const ParamGroups& groups, const std::string& cal
 RollCall::Present Recovery::leave_group() {
   Engine& engine = *engine_;
   // The failure may be that of a communicator of the caller's own: the others must notice too.
-  engine.protocol.leave("rank " + std::to_string(engine.comms->rank()) + " called recover()");
+  engine.protocol.fail_for_recovery("rank " + std::to_string(engine.comms->rank()) +
+                                    " called recover()");
   engine.passes.remove_hooks();
   protection_.reset();
   try {

@@ -291,7 +291,7 @@ std::unique_lock<std::mutex> BackwardPasses::take_turn() {
 
 void BackwardPasses::break_pass(const std::string& reason) {
   if (parts_.update_in_backward) {
-    parts_.protocol.end(reason);
+    parts_.protocol.fail_on_all_ranks(reason);
   } else {
     parts_.protocol.break_backward(reason);
   }

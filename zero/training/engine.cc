@@ -352,8 +352,8 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
       call == Call::kEndEma ||
       (call == Call::kZeroGrad && options.update_in_backward() && !reducer.has_packed());
   const int64_t rounds = sends_none ? 0 : reducer.rounds_needed();
-  Agreement agreement = protocol.exchange(call, problem, std::move(arguments),
-                                          {rounds, passes.any(), reducer.used()});
+  Agreement agreement = protocol.agree_on_call(call, problem, std::move(arguments),
+                                               {rounds, passes.any(), reducer.used()});
   comms->run_or_close([&] {
     // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
     if (call == Call::kZeroGrad) reducer.discard();

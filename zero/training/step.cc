@@ -302,11 +302,11 @@ void Engine::forget_gradients(bool end_of_step) {
 void Engine::zero_grad(bool set_to_none) {
   const MicroBatchSums* const micro_batches = reducer.micro_batches();
   const bool local_only = reducer.rounds_needed() == 0 && !reducer.any_used() &&
-                          !clipping.has_clips() && !protocol.owes_an_error() &&
+                          !clipping.has_clips() && !protocol.next_zero_grad_is_collective() &&
                           (micro_batches == nullptr || !micro_batches->is_begun());
   if (!local_only) {
     agree(Call::kZeroGrad);
-    protocol.repaired();
+    protocol.forget_broken_backward();
   }
   forget_gradients(/*end_of_step=*/false);
   // Else torch keeps the memory of a gradient, to which a program may be bound once.
