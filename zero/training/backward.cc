@@ -92,10 +92,6 @@ std::string remedy(bool update_in_backward) {
 
 }  // namespace
 
-const char* const kInnerStepProblem =
-    "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what updates "
-    "parameters, got a call through a pointer that was kept; nothing was updated";
-
 BackwardPasses::BackwardPasses(Parts parts) : parts_(parts) {
   try {
     install_hooks();
@@ -249,7 +245,7 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
   const NormalTensors normal;  // buckets outlive the pass
   check_capture();
   parts_.record.follow_loss_scale();
-  if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
+  throw_if(parts_.shards.take_problem());
   // Before anything is accumulated, so that what is in p.grad() stays.
   if (const std::string problem = gradient_problem(); !problem.empty()) {
     parts_.protocol.throw_misuse("gradient of " + parts_.table.parameters()[parameter].name + ": " +
@@ -321,31 +317,35 @@ void BackwardPasses::check_capture() const {
   TORCH_CHECK(problem.empty(), "rank ", parts_.protocol.rank(), ": ", problem);
 }
 
+void BackwardPasses::throw_if(const std::string& problem) const {
+  if (!problem.empty()) parts_.protocol.throw_misuse(problem);
+}
+
 void BackwardPasses::begin() {
   const NormalTensors normal;
   check_capture();
+  note_gathers_under_way();
+  parts_.protocol.fail_stop([this] { parts_.gathers.finish(); });
+  parts_.record.follow_loss_scale();
+  any_ = true;
+  throw_if(parts_.shards.take_problem());
+  throw_if(parts_.gathers.take_problem());
+  throw_if(untimely_problem());
+  throw_if(one_more_pass_problem());
+  prepare_gradients();
+  throw_if(one_more_micro_batch_problem());
+}
+
+void BackwardPasses::note_gathers_under_way() {
   const auto count = static_cast<int64_t>(parts_.table.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
     if (!parts_.gathers.is_under_way(p)) continue;
     unwaited_.resize(count);
     unwaited_[p] = 1;
   }
-  parts_.protocol.fail_stop([this] { parts_.gathers.finish(); });
-  parts_.record.follow_loss_scale();
-  any_ = true;
-  if (parts_.shards.inner_was_stepped()) parts_.protocol.throw_misuse(kInnerStepProblem);
-  if (const std::string problem = parts_.gathers.take_problem(); !problem.empty()) {
-    parts_.protocol.throw_misuse(problem);
-  }
-  if (const std::string problem = untimely_problem(); !problem.empty()) {
-    parts_.protocol.throw_misuse(problem);
-  }
-  if (parts_.update_in_backward && parts_.reducer.has_packed()) {
-    parts_.protocol.throw_misuse(
-        "backward(): expected step() after each backward pass with update_in_backward(true), got "
-        "one more pass; add up the losses before one backward(), or make the optimizer without "
-        "that option");
-  }
+}
+
+void BackwardPasses::prepare_gradients() {
   try {
     // Also where this pass uses none of the parameters that were reset.
     parts_.reducer.drop_resets();
@@ -358,14 +358,23 @@ void BackwardPasses::begin() {
   } catch (const std::exception& error) {
     parts_.protocol.throw_misuse(error_text(error));
   }
+}
+
+std::string BackwardPasses::one_more_pass_problem() const {
+  if (!parts_.update_in_backward || !parts_.reducer.has_packed()) return {};
+  return "backward(): expected step() after each backward pass with update_in_backward(true), got "
+         "one more pass; add up the losses before one backward(), or make the optimizer without "
+         "that option";
+}
+
+std::string BackwardPasses::one_more_micro_batch_problem() const {
   const MicroBatchSums* const micro_batches = parts_.reducer.micro_batches();
-  if (micro_batches != nullptr && micro_batches->is_complete()) {
-    parts_.protocol.throw_misuse(c10::str(
-        "backward(): expected step() after the passes of this rank's micro-batches, ",
-        micro_batches->begin(), " to ", micro_batches->end() - 1,
-        ", got one more pass; run backward(loss) once for each number of micro_batches(), and "
-        "begin a step anew by zero_grad() of the ZeroOptimizer"));
-  }
+  if (micro_batches == nullptr || !micro_batches->is_complete()) return {};
+  return c10::str(
+      "backward(): expected step() after the passes of this rank's micro-batches, ",
+      micro_batches->begin(), " to ", micro_batches->end() - 1,
+      ", got one more pass; run backward(loss) once for each number of micro_batches(), and "
+      "begin a step anew by zero_grad() of the ZeroOptimizer");
 }
 
 void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,

@@ -114,7 +114,18 @@ class BackwardPasses {
   // on all ranks, where another thread has it, or runs a pass that this one does not belong to.
   std::unique_lock<std::mutex> take_turn();
   void check_capture() const;
+  // Throws `problem`, unless it is empty, as CallProtocol::throw_misuse() does.
+  void throw_if(const std::string& problem) const;
+  // All that comes before a pass: ends what the last step left, and throws where no pass may begin.
   void begin();
+  // Of parameters that the forward pass did not wait for, to tell their gradients by.
+  void note_gathers_under_way();
+  // Drops the gradients that were reset in p.grad(). With update_in_backward also verifies the
+  // parameters and takes the options of the updates.
+  void prepare_gradients();
+  // Why a step has no more passes, or nothing: with update_in_backward, and with micro_batches.
+  std::string one_more_pass_problem() const;
+  std::string one_more_micro_batch_problem() const;
   // Gradients are incomplete for `reason`.
   void break_pass(const std::string& reason);
   // The same, unless they are already, for a `pass` that ended with `error`.
@@ -145,8 +156,5 @@ class BackwardPasses {
   std::vector<uint8_t> unwaited_;  // per parameter: under way when run() began; or empty
   bool scaled_ = false;            // scale_loss() was called since the last step
 };
-
-// The problem of a step() of the inner optimizer that the user made.
-extern const char* const kInnerStepProblem;
 
 }  // namespace zero

@@ -209,8 +209,9 @@ std::string early_update_problem(const Engine& engine, Call call) {
   }
 }
 
-// Returns whether ranks must come to `call` with gradients of the same passes.
-bool is_checked(Call call) { return call != Call::kZeroGrad && call != Call::kEndEma; }
+// Returns whether `call` is about the gradients that there are: ranks must come to it with those of
+// the same passes. zero_grad() drops them, and the end of use_ema() leaves them for the next call.
+bool uses_gradients(Call call) { return call != Call::kZeroGrad && call != Call::kEndEma; }
 
 Problem problem_of(const std::function<void()>& check) {
   try {
@@ -223,37 +224,65 @@ Problem problem_of(const std::function<void()>& check) {
   return {};
 }
 
-// The first problem of this rank that `call` must throw, or nothing.
-Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
+// Why `call` cannot be made whatever gradients there are, or nothing.
+Problem problem_before_gradients(Engine& engine, Call call) {
   Problem problem(engine.protocol.take_problem(call));
-  if (problem.empty() && is_capturing(engine.protocol.device()))
+  if (problem.empty() && is_capturing(engine.protocol.device())) {
     problem = capture_problem(engine, call);
-  const bool drops = call == Call::kZeroGrad;
-  if (problem.empty() && !drops) problem = early_update_problem(engine, call);
-  // The guard also ends where an error of training leaves its scope, which stays for the next call.
-  if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
-  if (problem.empty()) problem = engine.gathers.take_problem();
-  if (engine.shards.inner_was_stepped() && problem.empty()) problem = kInnerStepProblem;
-  const bool checked = is_checked(call);
-  if (problem.empty() && checked) {
-    problem = problem_of([&] {
-      engine.reducer.drop_resets();
-      if (check) check();
-      // Whatever the call: it completes the rounds, and so sends what is in p.grad().
-      engine.reducer.verify();
-      engine.full_gradients.verify(engine.reducer);
-    });
   }
-  engine.reducer.claim_gradients();
-  if (problem.empty() && drops) problem = early_update_problem(engine, call);
-  if (problem.empty() && checked && engine.reducer.any_used()) {
-    problem = engine.passes.unscaled_problem();
-  }
-  if (problem.empty() && checked) problem = engine.passes.micro_batch_problem(call_name(call));
+  if (problem.empty() && call != Call::kZeroGrad) problem = early_update_problem(engine, call);
+  return problem;
+}
+
+// Why `call` cannot be made with the gradients that this rank has, or nothing.
+Problem problem_of_gradients(const Engine& engine, Call call) {
+  if (call == Call::kZeroGrad) return early_update_problem(engine, call);
+  Problem problem;
+  if (engine.reducer.any_used()) problem = engine.passes.unscaled_problem();
+  if (problem.empty()) problem = engine.passes.micro_batch_problem(call_name(call));
   if (problem.empty() && engine.options.static_graph() && is_of_a_step(call)) {
     problem = static_problem(engine);
   }
   return problem;
+}
+
+// The first problem of this rank that `call` must throw, or nothing.
+Problem first_problem(Engine& engine, Call call, const std::function<void()>& check) {
+  Problem problem = problem_before_gradients(engine, call);
+  // The guard's destructor may run because training threw: that error is left for the next call.
+  if (call == Call::kEndEma) return problem.empty() ? problem_of(check) : problem;
+  if (problem.empty()) problem = engine.gathers.take_problem();
+  const std::string of_inner = engine.shards.take_problem();  // forgotten, whether thrown or not
+  if (problem.empty()) problem = of_inner;
+  // All calls but this one, which drops gradients, complete rounds, and so send what is in
+  // p.grad().
+  if (problem.empty() && call != Call::kZeroGrad) {
+    problem = problem_of([&] {
+      engine.reducer.drop_resets();
+      if (check) check();
+      engine.reducer.verify();
+      engine.full_gradients.verify(engine.reducer);
+    });
+  }
+  engine.reducer.claim_gradients();  // in any case: the message says which parameters are used
+  return problem.empty() ? problem_of_gradients(engine, call) : problem;
+}
+
+// Adds to the arguments of `call` what led to this rank's gradients, where ranks must agree on it.
+void add_history(const GradientReducer& reducer, Call call, AgreedArguments& arguments) {
+  if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
+    // Sums are of the same passes only where all ranks dropped the same ones.
+    arguments.add(c10::str(
+        "the gradients of ", reducer.rounds_dropped(),
+        " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
+        "zero_grad() of the ZeroOptimizer on all ranks instead)"));
+  }
+  const MicroBatchSums* const micro_batches = reducer.micro_batches();
+  if (micro_batches != nullptr && uses_gradients(call)) {
+    // One rank's passes may not stand for those that another left out.
+    arguments.add(micro_batches->is_begun() ? "backward() of all micro-batches"
+                                            : "backward() of no micro-batch");
+  }
 }
 
 }  // namespace
@@ -331,21 +360,7 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   if (!is_of_a_step(call)) comms->run_or_close([this] { readers.wait(0); });
   const Problem problem = first_problem(*this, call, check);
   if (!problem.empty() && is_capturing(protocol.device())) reducer.leave_capture();
-  if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
-    // Sums are of the same passes only where all ranks dropped the same ones.
-    arguments.on_all_ranks +=
-        (arguments.on_all_ranks.empty() ? "" : ", ") + std::string("the gradients of ") +
-        std::to_string(reducer.rounds_dropped()) +
-        " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
-        "zero_grad() of the ZeroOptimizer on all ranks instead)";
-  }
-  const MicroBatchSums* const micro_batches = reducer.micro_batches();
-  if (micro_batches != nullptr && is_checked(call)) {
-    // One rank's passes may not stand for those that another left out.
-    arguments.on_all_ranks += arguments.on_all_ranks.empty() ? "" : ", ";
-    arguments.on_all_ranks += micro_batches->is_begun() ? "backward() of all micro-batches"
-                                                        : "backward() of no micro-batch";
-  }
+  add_history(reducer, call, arguments);
   // Gradients that came under the guard of use_ema() are not sent with its end, and a round of
   // zeros would be an update.
   const bool sends_none =
@@ -360,8 +375,8 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
     reducer.complete(agreement.rounds);
   });
   // All ranks have dropped all that there was. That there were passes is still known.
-  if (is_checked(call) && agreement.rounds > 0 && agreement.rounds == reducer.rounds_dropped() &&
-      !clipping.has_clips()) {
+  if (uses_gradients(call) && agreement.rounds > 0 &&
+      agreement.rounds == reducer.rounds_dropped() && !clipping.has_clips()) {
     reducer.consume();
     full_gradients.forget_rounds();
     clipping.reset();

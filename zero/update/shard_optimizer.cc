@@ -119,6 +119,12 @@ std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   return std::move(inner_);
 }
 
+std::string ShardOptimizer::take_problem() {
+  if (!trap_->sprung()) return {};
+  return "step() of the inner optimizer: expected step() of the ZeroOptimizer, which is what "
+         "updates parameters, got a call through a pointer that was kept; nothing was updated";
+}
+
 void ShardOptimizer::adopt_inner_state() {
   if (!counts_) return;
   std::vector<int64_t> counts;

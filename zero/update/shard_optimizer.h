@@ -109,8 +109,8 @@ class ShardOptimizer {
   // The rows that update() returns, of a bucket that went through update_early().
   Rows updated_rows(int64_t bucket) const;
   bool deferred() const { return counts_.has_value(); }
-  // Returns whether the user called step() of the inner optimizer since the last call of this.
-  bool inner_was_stepped() { return trap_->sprung(); }
+  // The problem of a step() of the inner optimizer that the user made, or nothing. Forgets it.
+  std::string take_problem();
 
   // Sets masters from working parameters.
   void read_masters() { masters_->read_working(); }
