@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 #include <unordered_set>
 
@@ -227,6 +228,85 @@ void warn_of_parameters_twice(const ParameterTable& table, const torch::optim::O
   }
 }
 
+// What one rank finds out by itself about an optimizer, before ranks agree.
+struct Candidate {
+  const torch::optim::Optimizer* const inner;
+  const ZeroOptions& options;
+  const Engine::Frozen sent;
+  std::vector<Layout> layouts = {};
+  std::unique_ptr<ParameterTable> table = nullptr;
+  std::optional<ShardDomains> domains = std::nullopt;
+  std::vector<std::string> lines = {};  // what must be equal on all ranks
+  std::string problem = {};  // why this rank cannot go on: table or domains may be missing then
+};
+
+// What must be equal on the ranks of domain `domain`, or on all for -1.
+std::vector<std::string> lines_of_domain(const Candidate& c, int64_t domain) {
+  std::vector<std::string> lines;
+  const auto add = [&](std::vector<std::string> more) {
+    std::ranges::move(more, std::back_inserter(lines));
+  };
+  if (domain < 0 || c.domains->has_parameter_groups(domain)) {
+    const auto here = [&](const Parameter& p) {
+      return domain < 0 || c.domains->of_group[p.group] == domain;
+    };
+    add(describe_layouts(c.layouts, *c.table, *c.inner, c.options, here));
+    add(describe_parameters(*c.inner, *c.table, *c.domains, domain));
+  }
+  add(describe_home(*c.table, *c.domains, domain));
+  if (domain < 0 && c.sent == Engine::Frozen::kUnmanaged) {
+    for (const NamedTensor& item : c.table->unmanaged()) {
+      if (item.trainable) lines.push_back("parameter " + item.name + " of no ZeroOptimizer");
+    }
+  }
+  return lines;
+}
+
+// Sends nothing, and puts an error into `problem` of what it returns.
+Candidate examine(const torch::nn::Module& module, const torch::optim::Optimizer* inner,
+                  const Group& group, const ZeroOptions& options, Engine::Frozen sent,
+                  const std::function<bool(const at::Tensor&)>& trained) {
+  Candidate c{inner, options, sent};
+  try {
+    check_options(options);
+    TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
+    c.layouts = group_layouts(*inner, options);
+    check_moments(*inner, options);
+    c.table = std::make_unique<ParameterTable>(module, inner->param_groups(), trained);
+    check_split_masters(*c.table, *inner, c.layouts, options);
+    check_update_in_backward(*c.table, *inner, options);
+    check_micro_batches(*inner, c.layouts, group.world_size(), options);
+    check_parameters(*c.table, group, *inner, c.layouts);
+    const at::Device device = c.table->parameters().front().tensor.device();
+    check_wire_options(options, device);
+    c.domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
+    // On a GPU two levels add up the rows for all machines in one call, which a tree cannot.
+    const bool one_level = options.micro_batches() > 0 && !device.is_cpu();
+    for (size_t g = 0; g < c.layouts.size(); ++g) {
+      if (!is_whole(c.layouts[g]) && !one_level) continue;
+      c.domains->list[c.domains->of_group[g]].one_level = true;
+    }
+    c.lines = describe(options, *inner, *c.domains);
+    if (c.domains->uniform) std::ranges::move(lines_of_domain(c, -1), std::back_inserter(c.lines));
+  } catch (...) {  // whatever an object of the user throws
+    c.problem = text_of_caught();
+  }
+  return c;
+}
+
+// Collective. Throws where any rank has a problem, or ranks have different lines, and connects.
+void agree_on(OptimizerCommunicators& comms, const Candidate& c) {
+  // First, since it throws where this rank lacks what the rest reads.
+  check_same_on_all_ranks(*comms.control, c.problem, c.lines);
+  check_groups(*comms.control, *c.domains);
+  comms.connect(*c.domains);
+  comms.check_domains(*c.domains, [&](int64_t domain) { return lines_of_domain(c, domain); });
+  comms.agree_on_half(*c.domains,
+                      std::ranges::any_of(c.table->parameters(), [](const Parameter& p) {
+                        return p.tensor.scalar_type() == at::kHalf;
+                      }));
+}
+
 }  // namespace
 
 std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
@@ -234,75 +314,14 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
                                      const Group& group, const ZeroOptions& options, Frozen sent,
                                      const std::function<bool(const at::Tensor&)>& trained) {
   auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
-  std::unique_ptr<ParameterTable> table;
-  std::optional<ShardDomains> domains;
-  std::string problem;
-  std::vector<std::string> lines;
-  std::vector<Layout> layouts;
-  const auto described = [&](int64_t domain) {
-    const auto here = [&](const Parameter& p) {
-      return domain < 0 || domains->of_group[p.group] == domain;
-    };
-    std::vector<std::string> all;
-    if (domain < 0 || domains->has_parameter_groups(domain)) {
-      all = describe_layouts(layouts, *table, *inner, options, here);
-      for (std::string& line : describe_parameters(*inner, *table, *domains, domain)) {
-        all.push_back(std::move(line));
-      }
-    }
-    for (std::string& line : describe_home(*table, *domains, domain)) {
-      all.push_back(std::move(line));
-    }
-    if (domain < 0 && sent == Frozen::kUnmanaged) {
-      for (const NamedTensor& item : table->unmanaged()) {
-        if (item.trainable) all.push_back("parameter " + item.name + " of no ZeroOptimizer");
-      }
-    }
-    return all;
-  };
-  try {
-    check_options(options);
-    TORCH_CHECK(inner != nullptr, "inner optimizer: expected one, got a null pointer");
-    layouts = group_layouts(*inner, options);
-    check_moments(*inner, options);
-    table = std::make_unique<ParameterTable>(module, inner->param_groups(), trained);
-    check_split_masters(*table, *inner, layouts, options);
-    check_update_in_backward(*table, *inner, options);
-    check_micro_batches(*inner, layouts, group.world_size(), options);
-    check_parameters(*table, group, *inner, layouts);
-    check_wire_options(options, table->parameters().front().tensor.device());
-    domains = make_domains(group, options, static_cast<int64_t>(inner->param_groups().size()));
-    // On a GPU two levels add up the rows for all machines in one call, which a tree cannot.
-    const bool one_level =
-        options.micro_batches() > 0 && !table->parameters().front().tensor.is_cpu();
-    for (size_t g = 0; g < layouts.size(); ++g) {
-      if (!is_whole(layouts[g]) && !one_level) continue;
-      domains->list[domains->of_group[g]].one_level = true;
-    }
-    lines = describe(options, *inner, *domains);
-    if (domains->uniform) {
-      for (std::string& line : described(-1)) lines.push_back(std::move(line));
-    }
-  } catch (...) {  // whatever an object of the user throws
-    problem = text_of_caught();
-  }
-  const auto agree = [&] {
-    check_same_on_all_ranks(*comms->control, problem, lines);
-    check_groups(*comms->control, *domains);
-    comms->connect(*domains);
-    comms->check_domains(*domains, described);
-    comms->agree_on_half(*domains, std::any_of(table->parameters().begin(),
-                                               table->parameters().end(), [](const Parameter& p) {
-                                                 return p.tensor.scalar_type() == at::kHalf;
-                                               }));
-  };
-  construct(*comms, /*agreed=*/true, [&] { comms->explained(agree); });
-  if (comms->rank() == 0) warn_of_parameters_twice(*table, *inner);
+  Candidate c = examine(module, inner.get(), group, options, sent, trained);
+  construct(*comms, /*agreed=*/true, [&] { comms->explained([&] { agree_on(*comms, c); }); });
+  if (comms->rank() == 0) warn_of_parameters_twice(*c.table, *inner);
   std::unique_ptr<Engine> engine;
   construct(*comms, /*agreed=*/false, [&] {
-    const c10::OptionalDeviceGuard guard(table->parameters().front().tensor.device());
-    engine = std::make_unique<Engine>(module, inner, std::move(*domains), options, comms,
-                                      std::move(*table), sent);
+    const c10::OptionalDeviceGuard guard(c.table->parameters().front().tensor.device());
+    engine = std::make_unique<Engine>(module, inner, std::move(*c.domains), options, comms,
+                                      std::move(*c.table), sent);
   });
   return engine;
 }
