@@ -227,7 +227,7 @@ void commit(Staged& staged, Engine& engine, Engine::ParamGroups& groups) {
                           {m.scale, m.good_steps, m.hysteresis_left, m.skipped_at_min},
                           m.dynamic_scale);
     if (staged.restores_options) restore_options(staged, groups);
-    engine.forget_gradients();
+    engine.clear_gradients();
     engine.write_working_parameters();
   });
 }

@@ -240,7 +240,7 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
 
 void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>& hand_over) {
   parts_.protocol.check_usable();
-  const std::unique_lock<std::mutex> turn = take_turn();
+  const std::unique_lock<std::mutex> lock = lock_hooks();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
   const NormalTensors normal;  // buckets outlive the pass
   check_capture();
@@ -268,21 +268,21 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
   }
 }
 
-std::unique_lock<std::mutex> BackwardPasses::take_turn() {
-  std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-  const bool free = turn.owns_lock();
+std::unique_lock<std::mutex> BackwardPasses::lock_hooks() {
+  std::unique_lock<std::mutex> lock(hooks_mutex_, std::try_to_lock);
+  const bool free = lock.owns_lock();
   // Autograd takes a pass of backward() along to all of its hooks, and to passes that begin there,
   // unless they begin under the thread state of before. On a CPU those are on its thread.
   const bool of_the_pass =
       PassUnderWay::current() != nullptr || runs_in_.load() == std::this_thread::get_id();
   if (!free || (running_ && !of_the_pass)) {
-    if (!free) turn.lock();  // the other thread uses what is changed here
+    if (!free) lock.lock();  // the other thread uses what is changed here
     const std::string text =
         c10::str(kTwoThreads, ". Gradients are incomplete: ", remedy(parts_.update_in_backward));
     break_pass(text);
     TORCH_CHECK(false, "rank ", parts_.protocol.rank(), ": ", text);
   }
-  return turn;
+  return lock;
 }
 
 void BackwardPasses::break_pass(const std::string& reason) {
@@ -294,7 +294,7 @@ void BackwardPasses::break_pass(const std::string& reason) {
 }
 
 void BackwardPasses::break_by(const std::string& pass, const std::string& error) {
-  const std::lock_guard<std::mutex> turn(turn_);
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
   // Else a hook of ours has said it already, with what to do.
   if (parts_.protocol.is_backward_broken() || parts_.protocol.has_failed()) return;
   break_pass(pass + " ended with an exception, so gradients are incomplete; " +
@@ -418,7 +418,7 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
 void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
   parts_.protocol.check_usable();
   const c10::OptionalDeviceGuard guard(parts_.protocol.device());
-  std::unique_lock<std::mutex> turn = take_turn();
+  std::unique_lock<std::mutex> lock = lock_hooks();
   const bool inside = running_.exchange(true);
   if (!inside) runs_in_ = std::this_thread::get_id();
   const auto ended = c10::make_scope_exit([this, inside] {
@@ -432,7 +432,7 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
         "got a second one in a hook of the first; add up the losses before one backward()");
   }
   const bool kept = keeps_gradients();
-  turn.unlock();
+  lock.unlock();
   std::shared_ptr<PassUnderWay> pass;
   const auto break_all = [&](const std::string& text) {
     break_by("a backward pass", text);
@@ -445,12 +445,12 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
     const PassUnderWay::Guard under_way(pass);
     if (!kept) {
-      const std::unique_lock<std::mutex> begins = take_turn();
+      const std::unique_lock<std::mutex> begins = lock_hooks();
       const NormalTensors normal;
       parts_.reducer.begin_pass();
     }
     differentiate();
-    const std::unique_lock<std::mutex> ends = take_turn();
+    const std::unique_lock<std::mutex> ends = lock_hooks();
     const NormalTensors normal;
     parts_.reducer.end_pass(kept);
   } catch (const std::exception& error) {

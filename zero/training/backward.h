@@ -81,8 +81,9 @@ class BackwardPasses {
   // Returns whether a pass began, or that of another optimizer arrived, or a loss was scaled since
   // the last step.
   bool any() const { return any_; }
-  // Forgets passes, and at the end of a step, which may change the loss scale, scaled losses too.
-  void forget(bool end_of_step) {
+  // Clears what any() returns, and at the end of a step, which may change the loss scale, scaled
+  // losses too.
+  void clear(bool end_of_step) {
     any_ = false;
     if (end_of_step) scaled_ = false;
   }
@@ -110,9 +111,10 @@ class BackwardPasses {
   // Runs `hand_over` for a gradient of `parameter`, unless the gradient is refused; an error leaves
   // the pass broken on all ranks.
   void run_in_hook(int64_t parameter, const std::function<void()>& hand_over);
-  // The turn of this thread to hand over gradients. Throws c10::Error, which leaves the pass broken
-  // on all ranks, where another thread has it, or runs a pass that this one does not belong to.
-  std::unique_lock<std::mutex> take_turn();
+  // While it is held, this thread alone hands over gradients. Throws c10::Error, which leaves the
+  // pass broken on all ranks, where another thread has it, or runs a pass that this one does not
+  // belong to.
+  std::unique_lock<std::mutex> lock_hooks();
   void check_capture() const;
   // Throws `problem`, unless it is empty, as CallProtocol::throw_misuse() does.
   void throw_if(const std::string& problem) const;
@@ -148,7 +150,7 @@ class BackwardPasses {
   bool any_ = false;
   std::atomic<bool> running_ = false;  // run() is under way: it scales the gradients that arrive
   std::atomic<std::thread::id> runs_in_ = {};  // the thread that has called it
-  std::mutex turn_;                            // see take_turn()
+  std::mutex hooks_mutex_;                     // see lock_hooks()
   bool warned_ = false;
   std::vector<uint8_t> by_hand_;  // GradientReducer::by_hand() of the last step
   bool warned_of_by_hand_ = false;

@@ -105,8 +105,9 @@ int64_t pool_bytes(const Plan& plan, const WireFormats& wires, const ShardDomain
 
 // Collective. Sends rank 0's values to all ranks, and then makes the masters from them. The members
 // of `engine` before its shards are there. Takes `inner` when everything is sent.
-ShardOptimizer make_shards(Engine& engine, std::unique_ptr<torch::optim::Optimizer>& inner,
-                           Engine::Frozen sent) {
+ShardOptimizer send_values_and_make_shards(Engine& engine,
+                                           std::unique_ptr<torch::optim::Optimizer>& inner,
+                                           Engine::Frozen sent) {
   const ParameterTable& table = engine.table;
   engine.comms->explained([&] {
     engine.reducer.connect();
@@ -307,7 +308,7 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
               {wires, options.no_sync_fp32(), options.micro_batches(),
                options.gradient_shard_dtype(), options.update_in_backward()}),
       full_gradients(plan, table, comms->domains, pool),
-      shards(make_shards(*this, inner, sent)),
+      shards(send_values_and_make_shards(*this, inner, sent)),
       clipping(shards.segments(), domains.norm_weights, protocol.device(), *comms->norm,
                options.micro_batches() > 0),
       gathers(plan, table, arena, *comms, options),

@@ -7,7 +7,7 @@
 //   construct.cc   what construction checks on each rank, what ranks agree on, what it sends
 //   engine.cc      how the parts are put together, and the agreement that begins each call
 //   step.cc        gradients, clipping, the step
-//   repair.h       calls beside a step, which read or mend whole parameters
+//   repair.h       collective calls outside of a step
 //
 // A call throws on all ranks or on none, and after most errors the next call works. The exceptions
 // go through OptimizerCommunicators::run_or_close(), as the update of shards does.
@@ -96,25 +96,28 @@ struct Engine {
             const std::string& argument = {});
   void zero_grad(bool set_to_none);
 
-  // Their steps.
+  // --- Parts of the calls above
+
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
-  // Collective. Whether the step is left out. Where the host does not wait for the answer, it is
-  // no, and `on_device` is a 0-dim double, not 0 for yes, or undefined.
-  bool leaves_out(int64_t rounds, at::Tensor& on_device);
+  // Collective. Returns whether the step is skipped. Where the host does not wait for the answer,
+  // it is no, and `on_device` is a 0-dim double, not 0 for yes, or undefined.
+  bool decide_skip(int64_t rounds, at::Tensor& on_device);
   void update(const Agreement& agreement, const at::Tensor& skipped);
-  // Collective. Whether any rank's rule leaves out the step: 0-dim double beside the gradients, not
-  // 0 for yes; undefined without a rule.
+  // Collective. Whether any rank's rule skips the step: 0-dim double beside the gradients, not 0
+  // for yes; undefined without a rule.
   at::Tensor ask_rule(int64_t rounds);
   // Updates this rank's shard and starts the gathers of the parameters.
   void update_buckets();
   // Brings the working parameters up to date with masters that changed, or makes them the averages.
   void write_working_parameters(bool averages = false);
   // `end_of_step`: what scale_loss() has multiplied before may not run backward any more.
-  void forget_gradients(bool end_of_step = true);
+  void clear_gradients(bool end_of_step = true);
 
   const Group& group() const { return domains.home; }
 
+  // Made in this order. The initializer of `shards` communicates: it sends rank 0's values into
+  // `arena`, from which it makes the masters.
   torch::nn::Module& module;
   const ShardDomains domains;
   const ZeroOptions options;

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls beside a step, which read, compare, replace or mend whole parameters. Each is collective
-// and does what ZeroOptimizer's member of that name does. Internal.
+// Collective calls outside of a step: reading parameters, comparing and refreshing replicas, the
+// average, buffers. Each does what ZeroOptimizer's member of that name does. Internal.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -147,10 +147,11 @@ void Engine::clip_value(double value) {
 
 void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
                   const std::string& argument) {
-  std::string no_text;  // why options have none, unless check() says it better
+  // Why options could not be described; check() has a better text where it finds the same.
+  std::string options_problem;
   const auto check = [&] {
     shards.groups().check(groups);
-    TORCH_CHECK(no_text.empty(), no_text);
+    TORCH_CHECK(options_problem.empty(), options_problem);
     shards.groups().push(groups);
     shards.groups().check_captured_rates(groups);
     table.verify_unchanged();
@@ -165,14 +166,14 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
       text += (text.empty() ? "options " : "; ") + step_options_text(groups[g].options());
     }
   } catch (...) {  // whatever an object of the user throws
-    no_text = text_of_caught();
+    options_problem = text_of_caught();
   }
   const Agreement agreement = agree(Call::kStep, check, {argument, std::move(by_domain)});
   const TraceRange range("step");
   passes.check_by_hand();
   if (agreement.rounds == reducer.rounds_dropped()) {
     record.add_nothing();
-    forget_gradients();
+    clear_gradients();
     return;
   }
   passes.check_used(agreement, domains.uniform);
@@ -184,15 +185,15 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
   at::Tensor skipped;
   bool updates = false;
   // Nobody can read p.grad() behind this call: stage 1 gathers no averages for it.
-  comms->run_or_close([&] { updates = !leaves_out(agreement.rounds, skipped); });
+  comms->run_or_close([&] { updates = !decide_skip(agreement.rounds, skipped); });
   if (updates) update(agreement, skipped);
-  forget_gradients();
+  clear_gradients();
   // Elsewhere ranks would not all have the same order.
   if (domains.uniform) reducer.expect_unused(agreement.used);
   record.finish_step();
 }
 
-bool Engine::leaves_out(int64_t rounds, at::Tensor& on_device) {
+bool Engine::decide_skip(int64_t rounds, at::Tensor& on_device) {
   at::Tensor nonfinite;
   clipping.replay_clips(rounds);
   const at::Tensor by_rule = ask_rule(rounds);
@@ -291,11 +292,11 @@ void Engine::write_working_parameters(bool averages) {
   table.remember();
 }
 
-void Engine::forget_gradients(bool end_of_step) {
+void Engine::clear_gradients(bool end_of_step) {
   reducer.consume();
   full_gradients.forget_rounds();
   clipping.reset();
-  passes.forget(end_of_step);
+  passes.clear(end_of_step);
   shards.end_update();
 }
 
@@ -308,7 +309,7 @@ void Engine::zero_grad(bool set_to_none) {
     agree(Call::kZeroGrad);
     protocol.forget_broken_backward();
   }
-  forget_gradients(/*end_of_step=*/false);
+  clear_gradients(/*end_of_step=*/false);
   // Else torch keeps the memory of a gradient, to which a program may be bound once.
   if (set_to_none) passes.forget_by_hand();
   for (const Parameter& p : table.parameters()) p.tensor.mutable_grad().reset();
