@@ -289,8 +289,8 @@ std::shared_ptr<ShardCopies> MemoryFileWriter::copy() {
          t.bucket});
   }
   auto copies = std::make_shared<ShardCopies>(list);
-  OwnThreadWait no_thread({}, {});  // has the copies yet
-  copies->wait(kOfNoBucket, no_thread);
+  OwnThreadWait never_waits({}, {});  // no other thread knows the copies yet
+  copies->wait(kOfNoBucket, never_waits);
   return copies;
 }
 

@@ -56,17 +56,17 @@ class CheckpointWriter {
   const std::string& folder() const { return folder_; }
   // After begin(): equal on all ranks.
   const std::string& id() const { return id_; }
-  // Runs what comes before write_files(). Never throws: what goes wrong is thrown by finish().
+  // Runs what comes before write_files(). Errors are thrown by finish().
   void prepare(const std::function<void()>& work) noexcept;
   // After begin(). Gives the file at `path`, of an earlier checkpoint, a second name in this one.
   // Returns whether that is done: the file system can do it, and the index of the file is that of
   // `content`.
   bool link_file(const std::string& path, const FileContent& content);
-  // Writes `files`. Never throws, too.
+  // Writes `files`. Errors are thrown by finish().
   void write_files(std::vector<FileToSave> files) noexcept;
   // Writes `files`, whose copies are made, straight from their memory, and removes those that are
-  // written. Never throws, too. Returns whether nothing is left to do. If not, `pause` has become
-  // true, and another call, on any thread, goes on where this one stopped.
+  // written. Errors are thrown by finish(). Returns whether nothing is left to do. If not, `pause`
+  // has become true, and another call, on any thread, goes on where this one stopped.
   bool write_files(std::deque<std::shared_ptr<MemoryFileWriter>>& files,
                    const std::atomic<bool>& pause) noexcept;
   // Returns the file that was written or linked under this name; null if none was.

@@ -69,7 +69,8 @@ std::map<std::string, int64_t> own_parts(const ParameterTable& table, const Zero
   return result;
 }
 
-// Whether ranks hold different tensors, or parts of them.
+// Whether ranks hold different tensors (experts, pipeline stages) or parts of tensors. A checkpoint
+// of such a mesh has the tensors of all ranks, each name or each part of one once.
 bool needs_merge(const Engine& engine) {
   const auto& parts = engine.options.tensor_parts();
   return !engine.domains.uniform || (parts && parts->group.world_size() > 1);

@@ -224,7 +224,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
     for (const size_t f : to_verify) reader->verify_file(f, blocks);
     staged.report.bytes_read = reader->bytes_read();
     staged.report.bytes_received = received;
-    // On copies, because a class of the user's may refuse its engine.options.
+    // On copies of the groups: a class of the user's may refuse the options that were read.
     ParamGroups tried = groups;
     if (staged.restores_options) restore_options(staged, tried);
     states.set(staged.states);

@@ -153,10 +153,10 @@ void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
   }
 }
 
-// 1. Put the tensors of all ranks into one order: by holder, and as each holder has them. 2. Gather
-// those of one name, which stand where the first of them does. 3. Refuse names that two kinds
-// share.
-// 4. Sort them into parts, compare the copies of each part, and store each part once.
+//   1. Put the tensors of all ranks into one order: by holder, and as each holder has them.
+//   2. Gather those of one name, which stand where the first of them does.
+//   3. Refuse names that two kinds share.
+//   4. Sort them into parts, compare the copies of each part, and store each part once.
 void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestParameter>& into) {
   std::vector<const HeldTensor*> order;
   for (const HeldTensor& t : all) order.push_back(&t);
