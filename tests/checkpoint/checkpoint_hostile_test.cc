@@ -29,6 +29,7 @@
 #include "zero/checkpoint/format/json.h"
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/reader.h"
+#include "zero/checkpoint/format/safetensors.h"
 
 namespace zero {
 namespace {
@@ -285,7 +286,16 @@ TEST(LimitTest, ManySmallValuesAreRefusedBeforeTheyTakeMemory) {
   text = {};
   Manifest m;
   m.tensors = {{"p", {"master"}, std::vector<ManifestPiece>(kValuesLimit / 3)}};
-  expect_words(error_of([&] { manifest_text(m); }), {"and 67108864 values", "larger buckets"});
+  expect_words(error_of([&] { manifest_text(m); }), {"and 67108864 values", "Layout::kContiguous"});
+}
+
+TEST(LimitTest, AHeaderThatIsTooLargeIsRefusedWithWhatMakesItSmaller) {
+  if (std::getenv("ZERO_MANY_VALUES") == nullptr) GTEST_SKIP() << "set ZERO_MANY_VALUES";
+  std::vector<StoredTensor> tensors{
+      {std::string(kSafetensorsHeaderLimit, 'a'), at::kFloat, {1}, 0, 0}};
+  expect_words(error_of([&] { lay_out_safetensors(tensors, {}, "a file"); }),
+               {"a file: expected a header of at most 100000000 bytes, got 1000000",
+                "shorter names, fewer tensors", "max_file_bytes", "more ranks"});
 }
 
 TEST(LimitTest, ManyPartsOfOneNameTakeTimeInProportion) {

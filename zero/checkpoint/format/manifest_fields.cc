@@ -642,7 +642,8 @@ std::string manifest_text(const Manifest& manifest) {
   TORCH_CHECK(text.size() < kManifestLimit && values < kValuesLimit,
               "checkpoint: expected a manifest of less than ", kManifestLimit, " bytes and ",
               kValuesLimit, " values, got ", text.size(), " and ", values,
-              "; larger buckets have fewer pieces of parameters, and metadata counts too");
+              "; larger buckets, or Layout::kContiguous in place of kPerParameter, have fewer "
+              "pieces of parameters, and metadata counts too");
   text.back() = ',';  // in place of the closing brace
   text += '\n';
   return text + checksum_line(content_hash(text.data(), text.size()));

@@ -357,7 +357,9 @@ std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
   // Blanks are part of the header: with them the data begins aligned.
   text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK(text.size() <= kSafetensorsHeaderLimit, path, ": expected a header of at most ",
-              kSafetensorsHeaderLimit, " bytes, got ", text.size());
+              kSafetensorsHeaderLimit, " bytes, got ", text.size(),
+              "; shorter names, fewer tensors in a file, as by max_file_bytes of an export, and "
+              "more ranks, but not with Layout::kPerParameter, make it smaller");
   const uint64_t length = text.size();
   std::string beginning(reinterpret_cast<const char*>(&length), kSafetensorsLengthBytes);
   beginning += text;
