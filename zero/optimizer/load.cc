@@ -104,24 +104,32 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   return staged;
 }
 
-// The text that ranks exchange once they have staged: the id of the checkpoint and what all of them
-// must agree to.
-std::string staged_text(const Staged& staged) {
-  return staged.manifest->id + (staged.same_run ? "=" : "!") +
-         (staged.restores_options ? "=" : "!");
-}
+// What ranks tell each other once they have staged.
+struct StagedAnswer {
+  std::string id;  // of the checkpoint
+  bool same_run = false;
+  bool restores_options = false;
+
+  // The id, and '=' or '!' for each of the others.
+  std::string to_text() const {
+    return id + (same_run ? '=' : '!') + (restores_options ? '=' : '!');
+  }
+  static StagedAnswer from_text(const std::string& text) {
+    const size_t end = text.size() - 2;
+    return {text.substr(0, end), text[end] == '=', text[end + 1] == '='};
+  }
+};
 
 void take_agreement(const std::vector<std::string>& texts, const std::string& what,
                     Staged& staged) {
+  const std::string first = StagedAnswer::from_text(texts[0]).id;
   for (size_t r = 0; r < texts.size(); ++r) {
-    const size_t end = texts[r].size() - 2;
-    const std::string id = texts[r].substr(0, end);
-    TORCH_CHECK(id == texts[0].substr(0, texts[0].size() - 2), what,
-                ": expected the same checkpoint on all ranks, got ",
-                texts[0].substr(0, texts[0].size() - 2), " on rank 0 and ", id, " on rank ", r,
+    const StagedAnswer answer = StagedAnswer::from_text(texts[r]);
+    TORCH_CHECK(answer.id == first, what, ": expected the same checkpoint on all ranks, got ",
+                first, " on rank 0 and ", answer.id, " on rank ", r,
                 "; load from a folder that all ranks share");
-    staged.same_run = staged.same_run && texts[r][end] == '=';
-    if (staged.restores_options && texts[r][end + 1] != '=') {
+    staged.same_run = staged.same_run && answer.same_run;
+    if (staged.restores_options && !answer.restores_options) {
       staged.restores_options = false;
       staged.report.differences.push_back(
           c10::str("options of all groups: stay as they are, since those on rank ", r, " do"));
@@ -228,7 +236,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
     ParamGroups tried = groups;
     if (staged.restores_options) restore_options(staged, tried);
     states.set(staged.states);
-    return staged_text(staged);
+    return StagedAnswer{staged.manifest->id, staged.same_run, staged.restores_options}.to_text();
   });
   take_agreement(texts, "rank " + std::to_string(engine.comms->rank()) + ": " + what, staged);
 
