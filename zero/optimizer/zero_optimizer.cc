@@ -15,8 +15,8 @@
 #include "zero/base/normal_tensors.h"
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/listed_module.h"
+#include "zero/optimizer/plain_state.h"
 #include "zero/optimizer/row_resizing.h"
-#include "zero/optimizer/unsharded_state.h"
 #include "zero/training/repair.h"
 
 namespace zero {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/unsharded_state.h"
+#include "zero/optimizer/plain_state.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
