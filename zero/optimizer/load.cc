@@ -16,8 +16,8 @@
 #include "zero/checkpoint/found_files.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/optimizer/checkpoints.h"
-#include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/included_states.h"
+#include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/staging.h"
 
 namespace zero {

@@ -25,7 +25,7 @@
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
-#include "zero/optimizer/held_tensors.h"
+#include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/staging.h"
 
 namespace zero {

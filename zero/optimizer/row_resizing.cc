@@ -26,7 +26,7 @@
 #include "zero/inner_optimizers/registry.h"
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
-#include "zero/optimizer/held_tensors.h"
+#include "zero/optimizer/mesh_description.h"
 #include "zero/training/group_layouts.h"
 
 namespace zero {

@@ -16,8 +16,8 @@
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/memory_file.h"
 #include "zero/optimizer/checkpoints.h"
-#include "zero/optimizer/held_tensors.h"
 #include "zero/optimizer/included_states.h"
+#include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/shard_file.h"
 
 namespace zero {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/held_tensors.h"
+#include "zero/optimizer/mesh_description.h"
 
 #include <c10/util/Exception.h>
 
