@@ -35,7 +35,7 @@
 #include <utility>
 #include <vector>
 
-#include "bookkeeping/part_runs.h"
+#include "bookkeeping/part_ranges.h"
 #include "zero/checkpoint.h"
 
 namespace zero {

@@ -11,7 +11,7 @@
 #include <optional>
 #include <unordered_set>
 
-#include "bookkeeping/part_runs.h"
+#include "bookkeeping/part_ranges.h"
 #include "zero/base/error_text.h"
 
 namespace zero {
@@ -97,8 +97,9 @@ HeldRange PartReader::find(const ManifestParameter& held, int64_t begin, int64_t
     return result;
   }
   try {
-    for (const PartRun& run : part_runs(wanted, begin, numel, stored)) {
-      result.stored.push_back({stored_name(*parts(held.name)[run.stored]), run.begin, run.numel});
+    for (const PartRange& range : part_ranges(wanted, begin, numel, stored)) {
+      result.stored.push_back(
+          {stored_name(*parts(held.name)[range.stored]), range.begin, range.numel});
     }
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "parameter ", held.name, ": ", error_text(error));

@@ -30,20 +30,20 @@ struct TensorPart {
 };
 
 // The elements [begin, begin + numel) of stored part `stored`, in its memory order.
-struct PartRun {
+struct PartRange {
   int64_t stored = 0;
   int64_t begin = 0;
   int64_t numel = 0;
 };
 
-// Returns the runs that make up the elements [begin, begin + numel) of `wanted`, in their order.
-// O(runs log runs + rows of the range times stored parts). Throws c10::Error when stored parts
-// overlap or leave a hole there. All boxes have the same number of dimensions.
-std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t numel,
-                               c10::ArrayRef<TensorBox> stored);
+// Returns the ranges that make up the elements [begin, begin + numel) of `wanted`, in their order.
+// O(ranges log ranges + rows of those elements times stored parts). Throws c10::Error when stored
+// parts overlap or leave a hole there. All boxes have the same number of dimensions.
+std::vector<PartRange> part_ranges(const TensorBox& wanted, int64_t begin, int64_t numel,
+                                   c10::ArrayRef<TensorBox> stored);
 // Returns the same for parts. A part of several boxes costs as much as one call above for each box
 // and each of its rows, where a row is dimension `along` with all that follow it.
-std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t numel,
-                               c10::ArrayRef<TensorPart> stored);
+std::vector<PartRange> part_ranges(const TensorPart& wanted, int64_t begin, int64_t numel,
+                                   c10::ArrayRef<TensorPart> stored);
 
 }  // namespace zero

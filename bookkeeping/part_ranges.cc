@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "bookkeeping/part_runs.h"
+#include "bookkeeping/part_ranges.h"
 
 #include <c10/util/Exception.h>
 
@@ -50,20 +50,20 @@ class CommonRows {
   int64_t inner_ = 1;
 };
 
-struct PlacedRun {
+struct PlacedRange {
   int64_t at = 0;  // in the wanted part
-  PartRun run;
+  PartRange range;
 };
 
 }  // namespace
 
-std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t numel,
-                               c10::ArrayRef<TensorBox> stored) {
-  std::vector<PartRun> result;
+std::vector<PartRange> part_ranges(const TensorBox& wanted, int64_t begin, int64_t numel,
+                                   c10::ArrayRef<TensorBox> stored) {
+  std::vector<PartRange> result;
   if (numel == 0) return result;
   const CommonRows rows(wanted, stored);
   const int64_t length = rows.length(wanted);
-  std::vector<PlacedRun> placed;
+  std::vector<PlacedRange> placed;
   for (int64_t row = begin / length; row * length < begin + numel; ++row) {
     const int64_t first = std::max(begin - row * length, int64_t{0});
     const int64_t last = std::min(begin + numel - row * length, length);
@@ -81,18 +81,18 @@ std::vector<PartRun> part_runs(const TensorBox& wanted, int64_t begin, int64_t n
     }
   }
   std::sort(placed.begin(), placed.end(),
-            [](const PlacedRun& a, const PlacedRun& b) { return a.at < b.at; });
+            [](const PlacedRange& a, const PlacedRange& b) { return a.at < b.at; });
   int64_t next = begin;
-  for (const PlacedRun& p : placed) {
+  for (const PlacedRange& p : placed) {
     TORCH_CHECK(p.at == next, "expected every element in one stored part, got element ",
                 std::min(p.at, next), " in ", p.at < next ? "two" : "none");
-    next += p.run.numel;
-    const bool joins = !result.empty() && result.back().stored == p.run.stored &&
-                       result.back().begin + result.back().numel == p.run.begin;
+    next += p.range.numel;
+    const bool joins = !result.empty() && result.back().stored == p.range.stored &&
+                       result.back().begin + result.back().numel == p.range.begin;
     if (joins) {
-      result.back().numel += p.run.numel;
+      result.back().numel += p.range.numel;
     } else {
-      result.push_back(p.run);
+      result.push_back(p.range);
     }
   }
   TORCH_CHECK(next == begin + numel, "expected every element in one stored part, got element ",
@@ -120,18 +120,19 @@ struct BoxRows {
   int64_t before = 0;
 };
 
-// Appends a run of a box as runs of its part.
-void append(const PartRun& of_box, int64_t part, const BoxRows& rows, std::vector<PartRun>& runs) {
+// Appends a range of a box as ranges of its part.
+void append(const PartRange& of_box, int64_t part, const BoxRows& rows,
+            std::vector<PartRange>& ranges) {
   for (int64_t done = 0; done < of_box.numel;) {
     const int64_t row = (of_box.begin + done) / rows.in_box;
     const int64_t at = (of_box.begin + done) % rows.in_box;
     const int64_t numel = std::min(of_box.numel - done, rows.in_box - at);
     const int64_t begin = row * rows.in_part + rows.before + at;
-    if (!runs.empty() && runs.back().stored == part &&
-        runs.back().begin + runs.back().numel == begin) {
-      runs.back().numel += numel;
+    if (!ranges.empty() && ranges.back().stored == part &&
+        ranges.back().begin + ranges.back().numel == begin) {
+      ranges.back().numel += numel;
     } else {
-      runs.push_back({part, begin, numel});
+      ranges.push_back({part, begin, numel});
     }
     done += numel;
   }
@@ -139,8 +140,8 @@ void append(const PartRun& of_box, int64_t part, const BoxRows& rows, std::vecto
 
 }  // namespace
 
-std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t numel,
-                               c10::ArrayRef<TensorPart> stored) {
+std::vector<PartRange> part_ranges(const TensorPart& wanted, int64_t begin, int64_t numel,
+                                   c10::ArrayRef<TensorPart> stored) {
   // 1. All stored boxes, with their places in their parts.
   std::vector<TensorBox> boxes;
   std::vector<int64_t> part_of;
@@ -155,7 +156,7 @@ std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t 
   std::vector<BoxRows> own;
   for (size_t b = 0; b < wanted.boxes.size(); ++b) own.emplace_back(wanted, b);
   // 2. The range, cut where it goes from one box to another, row by row.
-  std::vector<PartRun> result;
+  std::vector<PartRange> result;
   const int64_t end = begin + numel;
   for (int64_t at = begin; at < end;) {
     const int64_t row = at / own.front().in_part;
@@ -166,9 +167,9 @@ std::vector<PartRun> part_runs(const TensorPart& wanted, int64_t begin, int64_t 
     // All rows of a part that is one box follow each other.
     const int64_t count = own.size() == 1 ? end - at : std::min(end - at, own[b].in_box - in_box);
     // 3. Where its elements are.
-    for (const PartRun& run :
-         part_runs(wanted.boxes[b], row * own[b].in_box + in_box, count, boxes)) {
-      append(run, part_of[run.stored], rows_of[run.stored], result);
+    for (const PartRange& range :
+         part_ranges(wanted.boxes[b], row * own[b].in_box + in_box, count, boxes)) {
+      append(range, part_of[range.stored], rows_of[range.stored], result);
     }
     at += count;
   }

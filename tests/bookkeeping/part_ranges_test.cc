@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Runs between parts of one tensor, against a walk over all elements.
-#include "bookkeeping/part_runs.h"
+#include "bookkeeping/part_ranges.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -58,15 +58,16 @@ void expect_right(const TensorBox& wanted, const std::vector<TensorBox>& stored,
   for (int64_t begin = 0; begin <= numel(wanted); ++begin) {
     for (int64_t end = begin; end <= numel(wanted); ++end) {
       std::vector<int64_t> got;
-      for (const PartRun& run : part_runs(wanted, begin, end - begin, stored)) {
-        for (int64_t i = 0; i < run.numel; ++i) got.push_back(there[run.stored].at(run.begin + i));
+      for (const PartRange& range : part_ranges(wanted, begin, end - begin, stored)) {
+        for (int64_t i = 0; i < range.numel; ++i)
+          got.push_back(there[range.stored].at(range.begin + i));
       }
       ASSERT_EQ(got, std::vector<int64_t>(expected.begin() + begin, expected.begin() + end));
     }
   }
 }
 
-TEST(PartRunsTest, EveryRangeOfEveryPartIsFoundInPartsOfAnyOtherCut) {
+TEST(PartRangesTest, EveryRangeOfEveryPartIsFoundInPartsOfAnyOtherCut) {
   int pairs = 0;
   for (const std::vector<int64_t>& whole :
        {std::vector<int64_t>{7}, std::vector<int64_t>{4, 6}, std::vector<int64_t>{3, 4, 2}}) {
@@ -119,7 +120,7 @@ std::vector<int64_t> numbers(const TensorPart& part, const std::vector<int64_t>&
   return result;
 }
 
-TEST(PartRunsTest, FusedPartsAreFoundInPartsOfAnyOtherCut) {
+TEST(PartRangesTest, FusedPartsAreFoundInPartsOfAnyOtherCut) {
   for (const std::vector<int64_t>& whole :
        {std::vector<int64_t>{12}, std::vector<int64_t>{12, 2}, std::vector<int64_t>{2, 12},
         std::vector<int64_t>{2, 12, 2}}) {
@@ -142,9 +143,9 @@ TEST(PartRunsTest, FusedPartsAreFoundInPartsOfAnyOtherCut) {
           for (int64_t begin = 0; begin <= size; ++begin) {
             for (int64_t end = begin; end <= size; ++end) {
               std::vector<int64_t> got;
-              for (const PartRun& run : part_runs(wanted, begin, end - begin, stored)) {
-                for (int64_t i = 0; i < run.numel; ++i) {
-                  got.push_back(there[run.stored].at(run.begin + i));
+              for (const PartRange& range : part_ranges(wanted, begin, end - begin, stored)) {
+                for (int64_t i = 0; i < range.numel; ++i) {
+                  got.push_back(there[range.stored].at(range.begin + i));
                 }
               }
               ASSERT_EQ(got,
@@ -157,29 +158,29 @@ TEST(PartRunsTest, FusedPartsAreFoundInPartsOfAnyOtherCut) {
   }
 }
 
-TEST(PartRunsTest, AnUncutTensorIsOneRun) {
+TEST(PartRangesTest, AnUncutTensorIsOneRange) {
   const std::vector<TensorBox> whole = cut({4, 6}, 0, 1);
-  const auto runs = part_runs(whole[0], 5, 13, whole);
-  ASSERT_EQ(runs.size(), 1u);
-  EXPECT_EQ(runs[0].begin, 5);
-  EXPECT_EQ(runs[0].numel, 13);
+  const auto ranges = part_ranges(whole[0], 5, 13, whole);
+  ASSERT_EQ(ranges.size(), 1u);
+  EXPECT_EQ(ranges[0].begin, 5);
+  EXPECT_EQ(ranges[0].numel, 13);
 }
 
-TEST(PartRunsTest, AScalarIsOneRun) {
+TEST(PartRangesTest, AScalarIsOneRange) {
   const TensorBox scalar;
-  EXPECT_EQ(part_runs(scalar, 0, 1, std::vector{scalar}).size(), 1u);
+  EXPECT_EQ(part_ranges(scalar, 0, 1, std::vector{scalar}).size(), 1u);
   const TensorPart part{{scalar}};
-  EXPECT_EQ(part_runs(part, 0, 1, std::vector{part}).size(), 1u);
+  EXPECT_EQ(part_ranges(part, 0, 1, std::vector{part}).size(), 1u);
 }
 
-TEST(PartRunsTest, HolesAndOverlapsAreRefused) {
+TEST(PartRangesTest, HolesAndOverlapsAreRefused) {
   std::vector<TensorBox> stored = cut({4, 6}, 1, 3);
   const TensorBox whole = cut({4, 6}, 0, 1)[0];
   stored.pop_back();
-  EXPECT_THROW(part_runs(whole, 0, 24, stored), c10::Error);
-  EXPECT_NO_THROW(part_runs(whole, 6, 4, stored));
+  EXPECT_THROW(part_ranges(whole, 0, 24, stored), c10::Error);
+  EXPECT_NO_THROW(part_ranges(whole, 6, 4, stored));
   stored.push_back(stored[0]);
-  EXPECT_THROW(part_runs(whole, 6, 2, stored), c10::Error);
+  EXPECT_THROW(part_ranges(whole, 6, 2, stored), c10::Error);
 }
 
 }  // namespace
