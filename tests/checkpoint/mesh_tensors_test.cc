@@ -14,9 +14,9 @@
 namespace zero {
 namespace {
 
-HeldTensor held(const std::string& name, int64_t holder, int64_t index, int64_t group = 0,
-                int64_t copies = 1) {
-  return {{name, {2, 3}, {3, 1}, c10::ScalarType::Float, group}, index, holder, copies, 0};
+HeldTensor held(const std::string& name, int64_t first_rank, int64_t index, int64_t group = 0,
+                int64_t norm_copies = 1) {
+  return {{name, {2, 3}, {3, 1}, c10::ScalarType::Float, group}, index, first_rank, norm_copies, 0};
 }
 
 std::vector<std::string> names(const std::vector<ManifestParameter>& list) {
@@ -27,7 +27,7 @@ std::vector<std::string> names(const std::vector<ManifestParameter>& list) {
 
 const OptionGroups kOptions{{{"lr", 0.1}}, {{"lr", 0.2}}};
 
-TEST(MeshTensorsTest, NamesAreMergedInTheOrderOfTheirHolders) {
+TEST(MeshTensorsTest, NamesAreMergedInTheOrderOfTheirSets) {
   // Ranks 0 and 1 share a stage and describe half of it each; rank 2 is another one.
   std::vector<HeldTensors> all(3);
   all[0] = {{held("a", 0, 0)}, {}, {}, kOptions};
@@ -37,7 +37,7 @@ TEST(MeshTensorsTest, NamesAreMergedInTheOrderOfTheirHolders) {
   EXPECT_EQ(names(mesh.parameters()), (std::vector<std::string>{"a", "b", "c"}));
   EXPECT_EQ(names(mesh.frozen()), std::vector<std::string>{"f"});
   EXPECT_EQ(names(mesh.buffers()), std::vector<std::string>{"m"});
-  EXPECT_EQ(mesh.holders(), 2);
+  EXPECT_EQ(mesh.sets(), 2);
   EXPECT_EQ(mesh.groups(), kOptions);
   EXPECT_EQ(mesh.parameters()[2].group, 1);
   EXPECT_TRUE(mesh.stores("b", 0));
@@ -89,7 +89,7 @@ TEST(MeshTensorsTest, OneNameForDifferentTensorsIsRefused) {
   const HeldTensors a{{held("w", 0, 0)}, {}, {}, kOptions};
   HeldTensors b{{held("w", 1, 0)}, {}, {}, kOptions};
   expect_refused(a, b, {"parameter w", "ranks that begin with 0, 1", "counts it 2 times", "own"});
-  b.parameters[0].copies = 0;
+  b.parameters[0].norm_copies = 0;
   b.parameters[0].about.shape = {6, 1};
   expect_refused(a, b, {"w: expected one shape", "[2, 3] on rank 0 and [6, 1] on rank 1"});
   b.parameters[0].about.shape = {2, 3};
@@ -106,8 +106,8 @@ TEST(MeshTensorsTest, OneNameForDifferentTensorsIsRefused) {
   expect_refused(other, frozen, {"frozen parameter w", "same values", "rank 1 than on rank 0"});
 }
 
-HeldTensor part(int64_t holder, int64_t number, int64_t parts, std::vector<int64_t> shape) {
-  HeldTensor t = held("w", holder, 0);
+HeldTensor part(int64_t first_rank, int64_t number, int64_t parts, std::vector<int64_t> shape) {
+  HeldTensor t = held("w", first_rank, 0);
   t.about.shape = std::move(shape);
   t.about.strides = {t.about.shape[1], 1};
   t.part = number;
@@ -121,7 +121,7 @@ TEST(MeshTensorsTest, PartsFollowEachOtherInTheWhole) {
   std::vector<HeldTensors> all(4);
   for (int64_t r = 0; r < 4; ++r) {
     all[r] = {{part(r, r % 2, 2, {2, r % 2 == 0 ? 4 : 3})}, {}, {}, kOptions};
-    all[r].parameters[0].copies = 2;
+    all[r].parameters[0].norm_copies = 2;
   }
   const MeshTensors mesh(all, {{"w", 1}});
   ASSERT_EQ(mesh.parameters().size(), 2u);

@@ -20,7 +20,7 @@
 namespace zero {
 namespace {
 
-int64_t copies_of(const ZeroOptions& options, int64_t group) {
+int64_t norm_copies_of(const ZeroOptions& options, int64_t group) {
   const auto found = options.placements().find(group);
   if (found == options.placements().end()) return 1;
   return found->second.owner() ? found->second.copies() : 0;
@@ -84,8 +84,9 @@ std::vector<HeldTensor> describe_whole(const Engine& engine, const std::vector<N
   for (size_t i = 0; i < list.size(); ++i) {
     if (static_cast<int>(i % home.world_size()) != home.rank()) continue;
     const NamedTensor& item = list[i];
-    HeldTensor held{described(item), static_cast<int64_t>(i), holder_of(home, engine.domains.mesh),
-                    /*copies=*/0};
+    HeldTensor held{described(item), static_cast<int64_t>(i),
+                    first_rank_of(home, engine.domains.mesh),
+                    /*norm_copies=*/0};
     if (hashed) held.hash = bytes_hash(item.tensor);
     set_part(held, engine.options);
     result.push_back(std::move(held));
@@ -101,21 +102,21 @@ HeldTensors describe_held(const Engine& engine, const Engine::ParamGroups& group
   const std::vector<Parameter>& parameters = engine.table.parameters();
   HeldTensors held;
   std::vector<ManifestParameter> managed = managed_parameters(engine.table, engine.options);
-  bool is_holder = false;
+  bool is_first = false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const int64_t group = parameters[i].group;
     const ShardDomain& domain = domains.list[domains.of_group[group]];
     if (domain.replicas && domain.replicas->rank() != 0) continue;
-    is_holder = is_holder || domain.group.rank() == 0;
+    is_first = is_first || domain.group.rank() == 0;
     if (static_cast<int>(i % domain.group.world_size()) != domain.group.rank()) continue;
     held.parameters.push_back({std::move(managed[i]), static_cast<int64_t>(i),
-                               holder_of(domain.group, domains.mesh),
-                               copies_of(engine.options, group)});
+                               first_rank_of(domain.group, domains.mesh),
+                               norm_copies_of(engine.options, group)});
     set_part(held.parameters.back(), engine.options);
   }
   held.frozen = describe_whole(engine, engine.table.unmanaged(), hashes);
   held.buffers = describe_whole(engine, engine.table.buffers(), /*hashed=*/false);
-  if (is_holder) {
+  if (is_first) {
     for (const auto& g : groups)
       held.groups.push_back(adapter_of(g.options()).option_values(g.options()));
   }
@@ -124,7 +125,7 @@ HeldTensors describe_held(const Engine& engine, const Engine::ParamGroups& group
 
 }  // namespace
 
-int64_t holder_of(const Group& group, const Group& mesh) {
+int64_t first_rank_of(const Group& group, const Group& mesh) {
   const std::vector<int>& ranks = mesh.global_ranks();
   const auto first = std::find(ranks.begin(), ranks.end(), group.global_ranks().front());
   TORCH_INTERNAL_ASSERT(first != ranks.end(), "a group of the mesh");

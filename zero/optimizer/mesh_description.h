@@ -18,7 +18,7 @@
 namespace zero {
 
 // The rank of the mesh that names the set of ranks which share `group`.
-int64_t holder_of(const Group& group, const Group& mesh);
+int64_t first_rank_of(const Group& group, const Group& mesh);
 
 // The managed parameters as a manifest has them, each whole, with the formats of moments and
 // masters that the options ask for.

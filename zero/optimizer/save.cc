@@ -56,19 +56,19 @@ void check_names(const ParameterTable& table) {
 // Leaves to this rank's files what it stores, under the names of its parts.
 void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileToSave& own,
                             std::vector<FileToSave>& whole) {
-  std::map<std::string, int64_t> holders;  // of parameters, by name
+  std::map<std::string, int64_t> sets;  // first ranks, by parameter
   for (const Parameter& p : engine.table.parameters()) {
     const ShardDomain& domain = engine.domains.list[engine.domains.of_group[p.group]];
-    holders[p.name] = holder_of(domain.group, engine.domains.mesh);
+    sets[p.name] = first_rank_of(domain.group, engine.domains.mesh);
   }
   std::erase_if(own.tensors, [&](const TensorToSave& t) {
-    const auto holder = holders.find(t.about.owner);  // none: an included state
-    return holder != holders.end() && !mesh.stores(t.about.owner, holder->second);
+    const auto set = sets.find(t.about.owner);  // none: an included state
+    return set != sets.end() && !mesh.stores(t.about.owner, set->second);
   });
   for (TensorToSave& t : own.tensors) {
-    if (holders.count(t.about.owner) > 0) t.about.owner = stored_name(mesh.own(t.about.owner));
+    if (sets.count(t.about.owner) > 0) t.about.owner = stored_name(mesh.own(t.about.owner));
   }
-  const int64_t home = holder_of(engine.domains.home, engine.domains.mesh);
+  const int64_t home = first_rank_of(engine.domains.home, engine.domains.mesh);
   for (FileToSave& file : whole) {
     std::erase_if(file.tensors, [&](const TensorToSave& t) {
       return engine.domains.home.rank() != 0 || !mesh.stores(t.about.owner, home);

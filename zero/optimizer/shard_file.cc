@@ -76,7 +76,7 @@ Manifest make_manifest(const Engine& engine, const Engine::ParamGroups& groups,
   m.hysteresis_left = std::min(state.hysteresis_left, kCountLimit);  // no run uses that many up
   m.skipped_at_min = state.skipped_at_min;
   if (mesh != nullptr) {
-    m.holders = mesh->holders();
+    m.holders = mesh->sets();
     m.groups = mesh->groups();
     m.parameters = mesh->parameters();
     m.frozen = mesh->frozen();

@@ -241,9 +241,9 @@ std::vector<FileContent> parse_files(const std::string& text, const std::string&
 struct HeldTensor {
   ManifestParameter about;  // `group` is the number in the set
   int64_t index = 0;        // in the set's order
-  int64_t holder = 0;
-  int64_t copies = 1;  // sets that hold a parameter; 0: another set counts it
-  uint64_t hash = 0;   // of a frozen parameter's bytes
+  int64_t first_rank = 0;   // of the set
+  int64_t norm_copies = 1;  // sets that hold a parameter; 0: another set counts it in the norm
+  uint64_t hash = 0;        // of a frozen parameter's bytes
   // For a tensor-parallel part: its number, of how many, and the dimension along which they are
   // cut.
   int64_t part = 0;
@@ -256,7 +256,7 @@ struct HeldTensors {
   std::vector<HeldTensor> parameters;
   std::vector<HeldTensor> frozen;
   std::vector<HeldTensor> buffers;
-  OptionGroups groups;  // of a holder; empty on other ranks
+  OptionGroups groups;  // of the first rank of a set; empty on other ranks
 };
 
 // For sending. The first throws c10::Error for names that are not UTF-8.

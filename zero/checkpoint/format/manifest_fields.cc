@@ -504,8 +504,8 @@ struct JsonFields<HeldTensor> {
   static void list(auto& fields, auto& t) {
     fields.required("about", t.about);
     fields.required("index", t.index);
-    fields.required("holder", t.holder);
-    fields.required("copies", t.copies);
+    fields.required("first_rank", t.first_rank);
+    fields.required("norm_copies", t.norm_copies);
     fields.required("xxh3", t.hash, 1, HashForm());
     fields.required("part", t.part);
     fields.required("parts", t.parts);

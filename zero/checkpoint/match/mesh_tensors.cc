@@ -28,17 +28,17 @@ template <typename Value>
 void check_same(const std::string& name, const char* what, const Value& a, const Value& b,
                 const HeldTensor& first, const HeldTensor& other) {
   TORCH_CHECK(a == b, name, ": expected one ", what, " on all ranks that hold it, got ", a,
-              " on rank ", first.holder, " and ", b, " on rank ", other.holder,
+              " on rank ", first.first_rank, " and ", b, " on rank ", other.first_rank,
               "; give different parameters different names");
 }
 
-// Throws unless the tensors of one name or one part of it, of the lowest holder first, are copies.
-void check_copies(const std::string& kind, const std::vector<const HeldTensor*>& sets) {
-  const HeldTensor& first = *sets.front();
+// Throws unless what sets say of one tensor, or of one part of it, are copies.
+void check_copies(const std::string& kind, const std::vector<const HeldTensor*>& copies) {
+  const HeldTensor& first = *copies.front();
   const std::string name = "checkpoint: " + kind + " " + first.about.name;
   double counted = 0;
   std::string ranks;
-  for (const HeldTensor* other : sets) {
+  for (const HeldTensor* other : copies) {
     check_same(name, "shape", c10::IntArrayRef(first.about.shape),
                c10::IntArrayRef(other->about.shape), first, *other);
     if (memory_order(first.about) != memory_order(other->about)) {
@@ -48,10 +48,10 @@ void check_copies(const std::string& kind, const std::vector<const HeldTensor*>&
     check_same(name, "dtype", first.about.dtype, other->about.dtype, first, *other);
     TORCH_CHECK(first.hash == other->hash, name,
                 ": expected the same values on all ranks that hold it, got others on rank ",
-                other->holder, " than on rank ", first.holder,
+                other->first_rank, " than on rank ", first.first_rank,
                 "; give different tensors different names");
-    counted += other->copies == 0 ? 0.0 : 1.0 / static_cast<double>(other->copies);
-    ranks += (ranks.empty() ? "" : ", ") + std::to_string(other->holder);
+    counted += other->norm_copies == 0 ? 0.0 : 1.0 / static_cast<double>(other->norm_copies);
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(other->first_rank);
   }
   // A name that counts more than once in the norm stands for several parameters.
   TORCH_CHECK(counted < 1 + 1e-6, name,
@@ -80,16 +80,16 @@ std::vector<size_t> part_order(const HeldTensor& t) {
   return memory_order(about);
 }
 
-// The sets that hold each part. Throws unless they make up one whole.
-std::vector<std::vector<const HeldTensor*>> by_part(const std::string& kind,
-                                                    const std::vector<const HeldTensor*>& sets) {
-  const HeldTensor& first = *sets.front();
+// What sets say of each part of one tensor. Throws unless the parts make up one whole.
+std::vector<std::vector<const HeldTensor*>> sort_into_parts(
+    const std::string& kind, const std::vector<const HeldTensor*>& same_name) {
+  const HeldTensor& first = *same_name.front();
   const std::string name = "checkpoint: " + kind + " " + first.about.name;
   std::vector<std::vector<const HeldTensor*>> parts(first.parts);
-  for (const HeldTensor* t : sets) {
+  for (const HeldTensor* t : same_name) {
     TORCH_CHECK(cut_text(*t) == cut_text(first), name,
                 ": expected one cut on all ranks that hold it, got ", cut_text(first), " on rank ",
-                first.holder, " and ", cut_text(*t), " on rank ", t->holder, kPartsRemedy);
+                first.first_rank, " and ", cut_text(*t), " on rank ", t->first_rank, kPartsRemedy);
     parts[t->part].push_back(t);
   }
   for (size_t p = 0; p < parts.size(); ++p) {
@@ -102,9 +102,9 @@ std::vector<std::vector<const HeldTensor*>> by_part(const std::string& kind,
                     part_order(*parts[p].front()) == part_order(first),
                 name, ": expected parts that differ along dimension ", first.dimension,
                 " alone, got ", c10::IntArrayRef(first.about.shape), " of ", first.about.dtype,
-                " on rank ", first.holder, " and ", c10::IntArrayRef(parts[p].front()->about.shape),
-                " of ", part.dtype, " on rank ", parts[p].front()->holder,
-                ", or another memory order", kPartsRemedy);
+                " on rank ", first.first_rank, " and ",
+                c10::IntArrayRef(parts[p].front()->about.shape), " of ", part.dtype, " on rank ",
+                parts[p].front()->first_rank, ", or another memory order", kPartsRemedy);
   }
   return parts;
 }
@@ -115,20 +115,20 @@ MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, in
     : own_parts_(std::move(own_parts)) {
   number_groups(held);
   Held parameters, frozen, buffers;
-  std::set<int64_t> holders;
+  std::set<int64_t> sets;
   for (const HeldTensors& rank : held) {
     parameters.insert(parameters.end(), rank.parameters.begin(), rank.parameters.end());
     frozen.insert(frozen.end(), rank.frozen.begin(), rank.frozen.end());
     buffers.insert(buffers.end(), rank.buffers.begin(), rank.buffers.end());
-    for (const HeldTensor& t : rank.parameters) holders.insert(t.holder);
+    for (const HeldTensor& t : rank.parameters) sets.insert(t.first_rank);
   }
-  holders_ = static_cast<int64_t>(holders.size());
-  add(parameters, "parameter", parameters_);
-  add(frozen, "frozen parameter", frozen_);
-  add(buffers, "buffer", buffers_);
+  sets_ = static_cast<int64_t>(sets.size());
+  merge_by_name(parameters, "parameter", parameters_);
+  merge_by_name(frozen, "frozen parameter", frozen_);
+  merge_by_name(buffers, "buffer", buffers_);
 }
 
-// The first holder's groups keep their numbers. A later one's get those of equal options, its own
+// The first set's groups keep their numbers. A later one's get those of equal options, its own
 // number where it is among them.
 void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
   std::map<std::string, size_t> numbers;  // the lowest of each options
@@ -153,39 +153,41 @@ void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
   }
 }
 
-//   1. Put the tensors of all ranks into one order: by holder, and as each holder has them.
+//   1. Put the tensors of all ranks into one order: by set, and as each set has them.
 //   2. Gather those of one name, which stand where the first of them does.
 //   3. Refuse names that two kinds share.
 //   4. Sort them into parts, compare the copies of each part, and store each part once.
-void MeshTensors::add(const Held& all, const char* kind, std::vector<ManifestParameter>& into) {
+void MeshTensors::merge_by_name(const Held& all, const char* kind,
+                                std::vector<ManifestParameter>& into) {
   std::vector<const HeldTensor*> order;
   for (const HeldTensor& t : all) order.push_back(&t);
   std::sort(order.begin(), order.end(), [](const HeldTensor* a, const HeldTensor* b) {
-    return std::tie(a->holder, a->index) < std::tie(b->holder, b->index);
+    return std::tie(a->first_rank, a->index) < std::tie(b->first_rank, b->index);
   });
-  std::map<std::string, std::vector<const HeldTensor*>> by_name;
+  std::map<std::string, Copies> by_name;
   for (const HeldTensor* t : order) by_name[t->about.name].push_back(t);
   for (const HeldTensor* t : order) {
-    const auto& sets = by_name.at(t->about.name);
-    if (sets.front() != t) continue;
+    const Copies& same_name = by_name.at(t->about.name);
+    if (same_name.front() != t) continue;
     const auto [other, added] = kinds_.emplace(t->about.name, kind);
     TORCH_CHECK(added, "checkpoint: ", t->about.name,
                 ": expected a tensor of one kind on all ranks, got a ", other->second,
-                " on some and a ", kind, " on rank ", t->holder,
+                " on some and a ", kind, " on rank ", t->first_rank,
                 "; give different tensors different names");
-    const std::vector<Sets> parts = by_part(kind, sets);
-    for (const Sets& part : parts) check_copies(kind, part);
+    const std::vector<Copies> parts = sort_into_parts(kind, same_name);
+    for (const Copies& part : parts) check_copies(kind, part);
     add_parts(parts, into);
   }
 }
 
-void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<ManifestParameter>& into) {
+void MeshTensors::add_parts(const std::vector<Copies>& parts,
+                            std::vector<ManifestParameter>& into) {
   const HeldTensor& first = *parts.front().front();
   std::vector<int64_t> whole;  // the shape of all parts together; empty for an uncut tensor
   if (parts.size() > 1) {
     whole = first.about.shape;
     int64_t& size = whole[first.dimension] = 0;
-    for (const Sets& part : parts) {
+    for (const Copies& part : parts) {
       const std::vector<int64_t>& shape = part.front()->about.shape;
       TORCH_CHECK(
           first.sections.empty() || shape == first.about.shape, "checkpoint: ", first.about.name,
@@ -195,10 +197,10 @@ void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<Manifest
     }
   }
   int64_t from = 0;  // where the part begins along the dimension of the cut
-  for (const Sets& part : parts) {
+  for (const Copies& part : parts) {
     const HeldTensor& t = *part.front();
     ManifestParameter about = t.about;
-    if (&into == &parameters_) about.group = group_numbers_.at({t.holder, t.about.group});
+    if (&into == &parameters_) about.group = group_numbers_.at({t.first_rank, t.about.group});
     if (parts.size() > 1) {
       about.whole = whole;
       about.dimension = t.dimension;
@@ -207,7 +209,7 @@ void MeshTensors::add_parts(const std::vector<Sets>& parts, std::vector<Manifest
       from += t.about.shape[t.dimension];
       check_part(about);
     }
-    stored_by_[stored_name(about)] = t.holder;
+    stored_by_[stored_name(about)] = t.first_rank;
     parts_[about.name].push_back(about);
     into.push_back(std::move(about));
   }
