@@ -1,8 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same optimizer over other parameters. This rank's shard is copied, everything is made anew as
-// by the constructor, and the copies are loaded as a protected step would be. Internal.
+// The same optimizer over other parameters, or over the same ones with other rows. Internal.
+//
+//   replanning.cc     other parameters: this rank's shard is copied, everything is made anew as by
+//                     the constructor, and the copies are loaded as a protected step would be
+//   row_resizing.cc   other rows: masters and state move from the shards of before to those of now
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +22,7 @@
 #include "zero/optimizer/recovery.h"
 #include "zero/recovery/generations.h"
 #include "zero/training/engine.h"
+#include "zero/zero_optimizer.h"
 
 namespace zero {
 
@@ -36,6 +40,7 @@ class Replanning {
   void unfreeze(const std::vector<at::Tensor>& parameters, std::optional<size_t> param_group,
                 ParamGroups& groups);
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group, ParamGroups& groups);
+  void resize_rows(const std::vector<ResizedRows>& changes, ParamGroups& groups);
 
  private:
   struct Change;

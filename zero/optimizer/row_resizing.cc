@@ -1,7 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/row_resizing.h"
-
+//
+// Replanning::resize_rows(): the engine is made anew over the communicators that are there, and
+// masters and state move between the shards of both.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -13,11 +14,17 @@
 
 #include <algorithm>
 #include <bit>
+#include <compare>
+#include <exception>
+#include <iterator>
 #include <limits>
 #include <map>
+#include <memory>
 #include <set>
+#include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/fingerprint.h"
@@ -27,6 +34,7 @@
 #include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
 #include "zero/optimizer/mesh_description.h"
+#include "zero/optimizer/replanning.h"
 #include "zero/training/group_layouts.h"
 
 namespace zero {
@@ -126,7 +134,7 @@ void check_new(const Engine& engine, const std::vector<RowSources>& sources,
   }
 }
 
-std::string text_of(const Engine& engine, const std::vector<RowSources>& sources) {
+std::string description_of_change(const Engine& engine, const std::vector<RowSources>& sources) {
   const torch::optim::Optimizer& inner = engine.shards.raw_inner();
   std::string text;
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -146,10 +154,30 @@ std::string text_of(const Engine& engine, const std::vector<RowSources>& sources
 
 // ---- What moves
 
-// One tensor of each parameter that has it: its master, or one of its state.
-struct Kind {
-  std::string name;
+// What parameters may have beside their values: a master, an average, a tensor of state with a
+// value for each element, or one number of state. Ordered, so that all ranks number the same ones
+// alike.
+struct KindName {
+  bool is_value = false;  // one number
   c10::ScalarType dtype = at::kFloat;
+  std::string name;
+
+  auto operator<=>(const KindName&) const = default;
+
+  // A line of letter, dtype and name.
+  std::string to_text() const {
+    return c10::str(is_value ? "v" : "t", static_cast<int>(dtype), " ", name, "\n");
+  }
+  // Of a line without its end.
+  static KindName from_text(const std::string& line) {
+    const size_t space = line.find(' ');
+    return {line[0] == 'v', static_cast<c10::ScalarType>(std::stoi(line.substr(1, space - 1))),
+            line.substr(space + 1)};
+  }
+};
+
+// One tensor of each parameter that has it.
+struct Kind : KindName {
   std::vector<uint8_t> of;  // per parameter
 };
 // One number of each parameter that has it.
@@ -170,9 +198,8 @@ at::Tensor value_of(int64_t bits, c10::ScalarType dtype) {
 // A segment of this rank, with the memory of its tensors.
 struct HeldSegment {
   Segment segment;
-  // 1-D, by name and dtype; given away kind by kind.
-  std::map<std::pair<std::string, c10::ScalarType>, at::Tensor> tensors;
-  std::vector<std::pair<std::string, at::Tensor>> values;
+  std::map<KindName, at::Tensor> tensors;  // 1-D; given away kind by kind
+  std::map<KindName, at::Tensor> values;
 };
 
 // This rank's shard and what ranks have agreed to be in the shards of all.
@@ -197,90 +224,112 @@ void check_state(Engine& engine) {
   }
 }
 
-void hold(Engine& engine, HeldShards& held) {
+// What this rank has of its segments.
+std::vector<HeldSegment> collect_segments(Engine& engine) {
   const torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
+  std::vector<HeldSegment> segments;
   for (const SegmentTensors& s : engine.shards.segments()) {
     HeldSegment h{s.segment, {}, {}};
-    if (!engine.arena.is_master(s.segment.bucket)) {
-      h.tensors[{kMaster, at::kFloat}] = elements_of(engine.shards.masters().values(s), s.master);
-    }
-    if (s.ema.defined()) h.tensors[{kEmaKind, at::kFloat}] = elements_of(s.ema, s.master);
+    const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+      h.tensors[{false, tensor.scalar_type(), name}] = elements_of(tensor, s.master);
+    };
+    if (!engine.arena.is_master(s.segment.bucket)) add(kMaster, engine.shards.masters().values(s));
+    if (s.ema.defined()) add(kEmaKind, s.ema);
     if (auto state = read_inner_state(inner, s.group, s.master)) {
-      for (const auto& [name, tensor] : state->tensors) {
-        h.tensors[{name, tensor.scalar_type()}] = elements_of(tensor, s.master);
+      for (const auto& [name, tensor] : state->tensors) add(name, tensor);
+      for (auto& [name, value] : state->values) {
+        h.values[{true, value.scalar_type(), name}] = std::move(value);
       }
-      h.values = std::move(state->values);
     }
-    held.segments.push_back(std::move(h));
+    segments.push_back(std::move(h));
   }
+  return segments;
 }
 
-// Collective. A rank may hold nothing of a parameter, and none of its state is then there.
-void agree_on_kinds(Communicator& control, size_t parameters, HeldShards& held) {
-  // 1. The names that any rank has, in one order: "t" of tensors and "v" of values.
-  std::set<std::string> names;
-  const auto name = [](char which, const std::string& kind, const at::Tensor& tensor) {
-    return c10::str(which, static_cast<int>(tensor.scalar_type()), " ", kind, "\n");
-  };
+// Collective. The kinds that any rank has, in one order.
+std::vector<KindName> names_on_all_ranks(Communicator& control, const HeldShards& held) {
+  std::set<KindName> names;
   for (const HeldSegment& h : held.segments) {
-    for (const auto& [kind, tensor] : h.tensors) names.insert(name('t', kind.first, tensor));
-    for (const auto& [kind, tensor] : h.values) names.insert(name('v', kind, tensor));
+    for (const auto& [name, tensor] : h.tensors) names.insert(name);
+    for (const auto& [name, value] : h.values) names.insert(name);
   }
   std::string own;
-  for (const std::string& n : names) own += n;
+  for (const KindName& name : names) own += name.to_text();
   for (const std::string& text : control.all_gather_text(own, "names of state")) {
-    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
-      end = text.find('\n', begin);
-      names.insert(text.substr(begin, end + 1 - begin));
-    }
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) names.insert(KindName::from_text(line));
   }
   TORCH_CHECK(names.size() <= kMostKinds, "expected at most ", kMostKinds, " kinds of state, got ",
               names.size());
-  // 2. Which parameters have them.
-  std::map<std::string, size_t> number;
-  for (const std::string& n : names) number.emplace(n, number.size());
-  const auto count = static_cast<int64_t>(parameters);
-  const at::Tensor flags = at::zeros({count}, at::kInt);
-  const at::Tensor bits = at::full({static_cast<int64_t>(names.size()), count},
-                                   std::numeric_limits<int64_t>::min(), at::kLong);
+  return {names.begin(), names.end()};
+}
+
+// Collective. Per parameter: bit k says that a rank has names[k] of it.
+at::Tensor flags_on_all_ranks(Communicator& control, int64_t parameters,
+                              const std::vector<KindName>& names, const HeldShards& held) {
+  const at::Tensor flags = at::zeros({parameters}, at::kInt);
   auto* const flag = flags.mutable_data_ptr<int32_t>();
-  auto* const bit = bits.mutable_data_ptr<int64_t>();
   for (const HeldSegment& h : held.segments) {
-    const int64_t p = h.segment.parameter;
-    for (const auto& [kind, tensor] : h.tensors) {
-      flag[p] |= 1 << number[name('t', kind.first, tensor)];
-    }
-    for (const auto& [kind, tensor] : h.values) {
-      const size_t n = number[name('v', kind, tensor)];
-      flag[p] |= 1 << n;
-      bit[static_cast<int64_t>(n) * count + p] = bits_of(tensor);
+    for (size_t k = 0; k < names.size(); ++k) {
+      const bool has_it = h.tensors.contains(names[k]) || h.values.contains(names[k]);
+      if (has_it) flag[h.segment.parameter] |= 1 << k;
     }
   }
   control.all_reduce_or(flags, "state of parameters").wait();
-  for (const auto& [n, k] : number) {
-    const size_t space = n.find(' ');
-    const auto dtype = static_cast<c10::ScalarType>(std::stoi(n.substr(1, space - 1)));
-    Kind kind{n.substr(space + 1, n.size() - space - 2), dtype, {}};
-    for (size_t p = 0; p < parameters; ++p) kind.of.push_back(flag[p] >> k & 1);
-    if (n[0] == 't') {
-      held.kinds.push_back(std::move(kind));
-      continue;
-    }
-    const at::Tensor row = bits[static_cast<int64_t>(k)];
-    control.all_reduce_max(row, "counts of parameters").wait();
-    const auto* const values = row.const_data_ptr<int64_t>();
-    held.values.push_back({std::move(kind), {values, values + count}});
+  return flags;
+}
+
+// Collective. Per parameter: its number of this name, as bits_of().
+std::vector<int64_t> values_on_all_ranks(Communicator& control, int64_t parameters,
+                                         const KindName& name, const HeldShards& held) {
+  const at::Tensor bits =
+      at::full({parameters}, std::numeric_limits<int64_t>::min(), at::TensorOptions(at::kLong));
+  auto* const bit = bits.mutable_data_ptr<int64_t>();
+  for (const HeldSegment& h : held.segments) {
+    const auto value = h.values.find(name);
+    if (value != h.values.end()) bit[h.segment.parameter] = bits_of(value->second);
   }
+  control.all_reduce_max(bits, "counts of parameters").wait();
+  return {bit, bit + parameters};
+}
+
+// Collective. A rank may hold nothing of a parameter, and none of its state is then there.
+void agree_on_kinds(Communicator& control, int64_t parameters, HeldShards& held) {
+  const std::vector<KindName> names = names_on_all_ranks(control, held);
+  const at::Tensor flags = flags_on_all_ranks(control, parameters, names, held);
+  const auto* const flag = flags.const_data_ptr<int32_t>();
+  for (size_t k = 0; k < names.size(); ++k) {
+    Kind kind{names[k], {}};
+    for (int64_t p = 0; p < parameters; ++p) kind.of.push_back(flag[p] >> k & 1);
+    if (kind.is_value) {
+      held.values.push_back(
+          {std::move(kind), values_on_all_ranks(control, parameters, names[k], held)});
+    } else {
+      held.kinds.push_back(std::move(kind));
+    }
+  }
+}
+
+// Collective. This rank's shard, and what those of all ranks have.
+HeldShards collect_shards(Engine& engine) {
+  engine.record.follow_loss_scale();
+  HeldShards held;
+  held.plan = engine.plan;
+  held.counts = engine.record.counts();
+  held.scale = engine.record.scaler().state();
+  held.segments = collect_segments(engine);
+  agree_on_kinds(*engine.comms->control, std::ssize(engine.table.parameters()), held);
+  return held;
 }
 
 // The elements [begin, end) of a parameter of before between which those are that a segment of now
 // goes on with.
-struct Reach {
+struct SourceRange {
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-Reach reach_of(const Segment& segment, const RowSources& sources) {
+SourceRange source_of(const Segment& segment, const RowSources& sources) {
   const int64_t end = segment.begin + segment.numel;
   if (!sources.rows.defined()) return {segment.begin, end};
   const int64_t n = sources.row_numel;
@@ -291,63 +340,81 @@ Reach reach_of(const Segment& segment, const RowSources& sources) {
   return {continued.min().item<int64_t>() * n, (continued.max().item<int64_t>() + 1) * n};
 }
 
+// A segment of now, and what it goes on with.
+struct Target {
+  SourceRange source;
+  ElementRange elements;
+};
+using Targets = std::vector<std::vector<Target>>;  // per parameter
+
+// Of the segments of `engine` that `into` has memory for.
+Targets targets_of(const Engine& engine, const std::vector<RowSources>& sources,
+                   const std::vector<at::Tensor>& into) {
+  Targets targets(sources.size());
+  for (size_t i = 0; i < into.size(); ++i) {
+    if (!into[i].defined()) continue;
+    const Segment& s = engine.shards.segments()[i].segment;
+    targets[s.parameter].push_back({source_of(s, sources[s.parameter]), {s.begin, into[i]}});
+  }
+  return targets;
+}
+
+// Collective. All that ranks held of `kind` in bucket `b` of before. The memory is of engine.pool.
+Rows gather_bucket(Engine& engine, const HeldShards& from, const Kind& kind, size_t b,
+                   const std::vector<const HeldSegment*>& own) {
+  const Bucket& bucket = from.plan.buckets[b];
+  Communicator& ranks = *engine.comms->domains.front().data;
+  const Rows rows(engine.pool.acquire(from.plan.bucket_numel(bucket), kind.dtype), bucket.rows);
+  for (const HeldSegment* h : own) {
+    const auto tensor = h->tensors.find(kind);
+    if (tensor == h->tensors.end()) continue;
+    rows.row(ranks.rank()).narrow(0, h->segment.offset, h->segment.numel).copy_(tensor->second);
+  }
+  if (ranks.world_size() > 1) {
+    // As bytes, since not every transport knows every dtype.
+    const at::Tensor bytes = rows.values().view({-1}).view(at::kByte);
+    RowCommunicator(ranks)
+        .gather_rows(Rows(bytes, bucket.rows.times(rows.values().element_size())),
+                     c10::str(kind.name, " of bucket ", b, " before resize_rows()"))
+        .wait();
+  }
+  return rows;
+}
+
+// Copies to the segments of now what they continue of a bucket of before.
+void copy_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& values,
+                 const std::vector<RowSources>& sources, const Targets& targets) {
+  for (const Slot& slot : bucket.slots) {
+    if (targets[slot.parameter].empty()) continue;
+    for (const Span& span : plan.spans(bucket, slot)) {
+      const ElementRange before{span.parameter_begin,
+                                values.narrow(0, span.bucket_begin, span.numel)};
+      for (const Target& target : targets[slot.parameter]) {
+        const bool overlaps = target.source.begin < span.parameter_begin + span.numel &&
+                              span.parameter_begin < target.source.end;
+        if (overlaps) copy_rows(before, target.elements, sources[slot.parameter]);
+      }
+    }
+  }
+}
+
 // Collective. Fills into[i], of segment i of `engine`, with what `kind` is in `from`, where rows go
 // on with others. Frees it in `from`.
 void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sources,
           Engine& engine, const std::vector<at::Tensor>& into) {
-  struct Target {
-    Reach reach;
-    ElementRange elements;
-  };
-  std::vector<std::vector<Target>> targets(sources.size());  // per parameter
-  for (size_t i = 0; i < into.size(); ++i) {
-    if (!into[i].defined()) continue;
-    const Segment& s = engine.shards.segments()[i].segment;
-    targets[s.parameter].push_back({reach_of(s, sources[s.parameter]), {s.begin, into[i]}});
-  }
+  const Targets targets = targets_of(engine, sources, into);
   std::vector<std::vector<const HeldSegment*>> own(from.plan.buckets.size());
   for (const HeldSegment& h : from.segments) own[h.segment.bucket].push_back(&h);
-  Communicator& ranks = *engine.comms->domains.front().data;
   for (size_t b = 0; b < from.plan.buckets.size(); ++b) {
     const Bucket& bucket = from.plan.buckets[b];
-    if (std::none_of(bucket.slots.begin(), bucket.slots.end(),
-                     [&](const Slot& slot) { return kind.of[slot.parameter] != 0; })) {
-      continue;
-    }
-    // 1. All ranks get the bucket.
-    const Rows rows(engine.pool.acquire(from.plan.bucket_numel(bucket), kind.dtype), bucket.rows);
-    for (const HeldSegment* h : own[b]) {
-      const auto tensor = h->tensors.find({kind.name, kind.dtype});
-      if (tensor == h->tensors.end()) continue;
-      rows.row(ranks.rank()).narrow(0, h->segment.offset, h->segment.numel).copy_(tensor->second);
-    }
-    if (ranks.world_size() > 1) {
-      // As bytes, since not every transport knows every dtype.
-      const at::Tensor bytes = rows.values().view({-1}).view(at::kByte);
-      RowCommunicator(ranks)
-          .gather_rows(Rows(bytes, bucket.rows.times(rows.values().element_size())),
-                       c10::str(kind.name, " of bucket ", b, " before resize_rows()"))
-          .wait();
-    }
-    // 2. Each takes what its segments continue.
-    const at::Tensor flat = rows.values().view({-1});
-    for (const Slot& slot : bucket.slots) {
-      if (kind.of[slot.parameter] == 0) continue;
-      for (const Span& span : from.plan.spans(bucket, slot)) {
-        const ElementRange before{span.parameter_begin,
-                                  flat.narrow(0, span.bucket_begin, span.numel)};
-        for (const Target& target : targets[slot.parameter]) {
-          if (target.reach.end <= span.parameter_begin ||
-              target.reach.begin >= span.parameter_begin + span.numel) {
-            continue;
-          }
-          copy_rows(before, target.elements, sources[slot.parameter]);
-        }
-      }
-    }
+    const bool has_kind = std::any_of(bucket.slots.begin(), bucket.slots.end(),
+                                      [&](const Slot& s) { return kind.of[s.parameter] != 0; });
+    if (!has_kind) continue;
+    const Rows rows = gather_bucket(engine, from, kind, b, own[b]);
+    copy_bucket(from.plan, bucket, rows.values().view({-1}), sources, targets);
     engine.pool.release(rows.values());
   }
-  for (HeldSegment& h : from.segments) h.tensors.erase({kind.name, kind.dtype});
+  for (HeldSegment& h : from.segments) h.tensors.erase(kind);
 }
 
 // Collective. A master whose working value is still the same goes on; the other ones, which were
@@ -441,84 +508,95 @@ void set_rows(const Parameter& p, const ResizedRows& change, const RowSources& s
   torch::autograd::impl::bump_version(tensor);
 }
 
+// ---- The steps
+
+// Collective. Throws on all ranks, with all as it was, where one of them cannot make the change.
+// Returns where the rows of each parameter come from.
+std::vector<RowSources> agree_to_resize(Engine& engine, const Checkpoints& checkpoints,
+                                        const std::vector<ResizedRows>& changes,
+                                        const Engine::ParamGroups& groups) {
+  const std::string replaced = engine.table.refresh_lists(engine.module);
+  std::vector<RowSources> sources;
+  std::string text;
+  std::exception_ptr problem;
+  try {
+    sources = sources_of(engine, changes);
+    text = description_of_change(engine, sources);
+  } catch (...) {  // whatever a function of the user throws
+    problem = std::current_exception();
+  }
+  const auto check = [&] {
+    TORCH_CHECK(!engine.options.mesh_group() && engine.options.placements().empty(),
+                "expected plain data parallelism, got a mesh or placements; save a "
+                "checkpoint and make a new optimizer");
+    TORCH_CHECK(replaced.empty(), replaced);
+    if (problem) std::rethrow_exception(problem);
+    engine.check_no_gradients();
+    checkpoints.check_none_pending();
+    engine.shards.groups().check(groups);
+    check_options(groups);
+    engine.table.verify_unchanged();
+    check_new(engine, sources, groups);
+    check_state(engine);
+  };
+  engine.agree(Call::kResizeRows, check,
+               {text, whole_arguments(engine, engine.options.protect() > 0)});
+  return sources;
+}
+
+// Collective. The parameters get their new sizes, and an engine of their own, which sends rank 0's
+// values. If it throws, `engine` has the inner optimizer back.
+std::unique_ptr<Engine> change_parameters(Engine& engine, const std::vector<ResizedRows>& changes,
+                                          const std::vector<RowSources>& sources,
+                                          Engine::ParamGroups& groups) {
+  std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
+  try {
+    for (const ResizedRows& change : changes) {
+      const int64_t index = engine.table.index_or_throw(change.parameter);
+      set_rows(engine.table.parameters()[index], change, sources[index]);
+    }
+    return engine.make_over_same_ranks(inner, groups);
+  } catch (...) {
+    if (inner) engine.shards.give_back_inner(std::move(inner));
+    throw;
+  }
+}
+
+// Collective.
+void move_everything(HeldShards& from, const std::vector<RowSources>& sources, Engine& engine) {
+  for (const Kind& kind : from.kinds) {
+    if (kind.name == kMaster) move_masters(from, kind, sources, engine);
+    if (kind.name == kEmaKind) move_averages(from, kind, sources, engine);
+  }
+  move_state(from, sources, engine);
+  engine.record.restore(from.counts, from.scale, engine.record.scaler().dynamic());
+}
+
 }  // namespace
 
 //   1. Ranks agree on the change, which every rank has checked for itself.
 //   2. This rank keeps what it holds of all parameters, and the engine lets go of the rest.
-//   3. The parameters change, and an engine is made for them, which sends rank 0's values.
+//   3. The parameters change, and an engine is made for them.
 //   4. State and masters move, kind by kind.
-void resize_rows(std::shared_ptr<Engine>& present, Recovery& recovery,
-                 const Checkpoints& checkpoints, const std::vector<ResizedRows>& changes,
-                 Engine::ParamGroups& groups) {
+void Replanning::resize_rows(const std::vector<ResizedRows>& changes, ParamGroups& groups) {
   const at::NoGradGuard no_grad;
-  const std::string call = call_name(Call::kResizeRows);
   std::vector<RowSources> sources;
   HeldShards held;
   std::unique_ptr<Engine> made;
-  Engine& before = *present;
-  before.protocol.fail_stop([&] {
-    // 1
-    recovery.finish();
-    const std::string replaced = before.table.refresh_lists(before.module);
-    std::string text;
-    std::exception_ptr problem;
-    try {
-      sources = sources_of(before, changes);
-      text = text_of(before, sources);
-    } catch (...) {  // whatever a function of the user throws
-      problem = std::current_exception();
-    }
-    before.agree(Call::kResizeRows,
-                 [&] {
-                   TORCH_CHECK(!before.options.mesh_group() && before.options.placements().empty(),
-                               "expected plain data parallelism, got a mesh or placements; save a "
-                               "checkpoint and make a new optimizer");
-                   TORCH_CHECK(replaced.empty(), replaced);
-                   if (problem) std::rethrow_exception(problem);
-                   before.check_no_gradients();
-                   checkpoints.check_none_pending();
-                   before.shards.groups().check(groups);
-                   check_options(groups);
-                   before.table.verify_unchanged();
-                   check_new(before, sources, groups);
-                   check_state(before);
-                 },
-                 {text, whole_arguments(before, before.options.protect() > 0)});
-    // 2
-    before.comms->run_or_close([&] {
-      before.record.follow_loss_scale();
-      held.plan = before.plan;
-      held.counts = before.record.counts();
-      held.scale = before.record.scaler().state();
-      hold(before, held);
-      agree_on_kinds(*before.comms->control, sources.size(), held);
-      std::unique_ptr<torch::optim::Optimizer> inner = before.release();
-      // 3
-      try {
-        for (const ResizedRows& change : changes) {
-          const int64_t index = before.table.index_or_throw(change.parameter);
-          set_rows(before.table.parameters()[index], change, sources[index]);
-        }
-        made = before.make_over_same_ranks(inner, groups);
-      } catch (...) {
-        if (inner) before.shards.give_back_inner(std::move(inner));
-        throw;
-      }
+  Engine& old_engine = *engine_;
+  old_engine.protocol.fail_stop([&] {
+    recovery_.finish();
+    sources = agree_to_resize(old_engine, checkpoints_, changes, groups);
+    old_engine.comms->run_or_close([&] {
+      held = collect_shards(old_engine);
+      made = change_parameters(old_engine, changes, sources, groups);
     });
   });
-  present = std::move(made);
-  Engine& now = *present;
-  now.protocol.fail_stop([&] {
-    // 4
-    now.comms->run_or_close([&] {
-      for (const Kind& kind : held.kinds) {
-        if (kind.name == kMaster) move_masters(held, kind, sources, now);
-        if (kind.name == kEmaKind) move_averages(held, kind, sources, now);
-      }
-      move_state(held, sources, now);
-      now.record.restore(held.counts, held.scale, now.record.scaler().dynamic());
-    });
-    recovery.protect_at_once(groups, call);
+  engine_ = std::move(made);
+  Engine& new_engine = *engine_;
+  new_engine.protocol.fail_stop([&] {
+    new_engine.comms->run_or_close([&] { move_everything(held, sources, new_engine); });
+    recovery_.protect_at_once(groups, call_name(Call::kResizeRows));
   });
 }
 

@@ -16,7 +16,6 @@
 #include "zero/optimizer/impl.h"
 #include "zero/optimizer/listed_module.h"
 #include "zero/optimizer/plain_state.h"
-#include "zero/optimizer/row_resizing.h"
 #include "zero/training/repair.h"
 
 namespace zero {
@@ -253,7 +252,7 @@ void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& par
 
 void ZeroOptimizer::resize_rows(const std::vector<ResizedRows>& changes) {
   const NormalTensors normal;
-  zero::resize_rows(impl_->engine, impl_->recovery, impl_->checkpoints, changes, param_groups_);
+  impl_->replanning.resize_rows(changes, param_groups_);
 }
 
 void ZeroOptimizer::save_checkpoint(const std::string& folder, const SaveOptions& options) {
