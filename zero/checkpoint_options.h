@@ -9,13 +9,11 @@
 #include <c10/core/Device.h>
 #include <torch/arg.h>
 
-#include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace zero {
@@ -113,16 +111,6 @@ struct SaveOptions {
 //   save->finish();                      // at the same place on all ranks
 class PendingCheckpoint {
  public:
-  // Made by ZeroOptimizer::save_checkpoint_async(). A thread runs `copy`, for which a step may
-  // wait, and then, with a low priority, `write`, which returns early when `pause` becomes true,
-  // and called again goes on. Neither throws. `finish` runs the collective end, and calls
-  // `write_rest` once, which stops the thread and writes what it has not written. `wait` is the
-  // text of a wait for the thread, and `limit` that of a thread that stands still. The constructor
-  // runs `copy` itself if the system has no thread left, and finish() then writes everything.
-  using Write = std::function<void(const std::atomic<bool>& pause)>;
-  using Finish = std::function<void(const std::function<void()>& write_rest)>;
-  PendingCheckpoint(std::function<void()> copy, Write write, Finish finish, std::string wait,
-                    std::chrono::milliseconds limit);
   // Stops the thread, or leaves it behind when it stands still in a call of the disk. Without
   // finish() no checkpoint appears. As long as rank 0's object lives and was not finished (without
   // a shared folder: that of any rank), no other save to the folder can begin.
@@ -138,7 +126,9 @@ class PendingCheckpoint {
   void finish();
 
  private:
+  friend struct BackgroundSave;  // zero/checkpoint/pending.h: what makes one
   struct State;
+  explicit PendingCheckpoint(std::shared_ptr<State> state) : state_(std::move(state)) {}
   const std::shared_ptr<State> state_;
 };
 
@@ -181,8 +171,7 @@ struct LoadReport {
   // The formats of ZeroOptions::moments and split_masters that the run that saved and this one do
   // not share, such as "moments of 12 parameters: float32 in the checkpoint, int8 here", by this
   // rank's parameters. A checkpoint has all of them in fp32. Moments in fewer bytes are rounded to
-  // nearest;
-  // masters lose nothing. Checkpoints of earlier commits say float32.
+  // nearest; masters lose nothing. Checkpoints of earlier commits say float32.
   std::vector<std::string> conversions;
   uint64_t bytes_read = 0;  // by this rank, its part of verifying files included
   // From other ranks, of files that this one does not see. They count as read, too.

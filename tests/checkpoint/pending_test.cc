@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/checkpoint_options.h: which thread writes, and when it stops.
-#include "zero/checkpoint_options.h"
+// zero/checkpoint/pending.h: which thread writes, and when it stops.
+#include "zero/checkpoint/pending.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -31,8 +31,11 @@ using Calls = std::vector<std::pair<std::thread::id, bool>>;
 
 bool is_low() { return sched_getscheduler(0) == SCHED_IDLE || getpriority(PRIO_PROCESS, 0) == 19; }
 
+std::unique_ptr<PendingCheckpoint> start(BackgroundSave save) { return save.start(); }
+
 // A write that is not done before it is called again.
-PendingCheckpoint::Write write_in_two_calls(Calls& calls, std::promise<void>& begun) {
+std::function<void(const std::atomic<bool>& pause)> write_in_two_calls(Calls& calls,
+                                                                       std::promise<void>& begun) {
   return [&](const std::atomic<bool>& pause) {
     calls.emplace_back(std::this_thread::get_id(), is_low());
     if (calls.size() > 1) return;
@@ -51,10 +54,10 @@ TEST(PendingCheckpointTest, AThreadOfLowPriorityWritesAndFinishWritesTheRestItse
     write_rest();
     finished = true;
   };
-  PendingCheckpoint pending(copy, write_in_two_calls(calls, begun), finish, "waits", 30s);
+  const auto pending = start({copy, write_in_two_calls(calls, begun), finish, "waits", 30s});
   begun.get_future().wait();
   EXPECT_FALSE(finished);
-  pending.finish();
+  pending->finish();
   EXPECT_TRUE(finished);
   ASSERT_EQ(copies.size(), 1u);
   EXPECT_EQ(copies[0].second, is_low()) << "a step may wait for it";
@@ -64,7 +67,7 @@ TEST(PendingCheckpointTest, AThreadOfLowPriorityWritesAndFinishWritesTheRestItse
   EXPECT_TRUE(calls[0].second);
   EXPECT_EQ(calls[1].first, std::this_thread::get_id());
   EXPECT_EQ(calls[1].second, is_low());
-  expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
+  expect_words(error_of([&] { pending->finish(); }), {"one call for each save"});
 }
 
 // As by a call that the ranks may not make now.
@@ -76,13 +79,13 @@ TEST(PendingCheckpointTest, WhatRefusesFinishBeforeTheRestIsWrittenLeavesTheSave
     TORCH_CHECK(refusals == 0, "refused");
     write_rest();
   };
-  PendingCheckpoint pending([] {}, write_in_two_calls(calls, begun), finish, "waits", 30s);
+  const auto pending = start({[] {}, write_in_two_calls(calls, begun), finish, "waits", 30s});
   begun.get_future().wait();
-  for (; refusals > 0; --refusals) expect_words(error_of([&] { pending.finish(); }), {"refused"});
+  for (; refusals > 0; --refusals) expect_words(error_of([&] { pending->finish(); }), {"refused"});
   EXPECT_EQ(calls.size(), 1u) << "the thread goes on writing";
-  pending.finish();
+  pending->finish();
   EXPECT_EQ(calls.size(), 2u);
-  expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
+  expect_words(error_of([&] { pending->finish(); }), {"one call for each save"});
 }
 
 TEST(PendingCheckpointTest, WhatGoesWrongAfterTheRestIsWrittenEndsTheSave) {
@@ -90,9 +93,9 @@ TEST(PendingCheckpointTest, WhatGoesWrongAfterTheRestIsWrittenEndsTheSave) {
     write_rest();
     TORCH_CHECK(false, "failed");
   };
-  PendingCheckpoint pending([] {}, [](const std::atomic<bool>&) {}, finish, "waits", 30s);
-  expect_words(error_of([&] { pending.finish(); }), {"failed"});
-  expect_words(error_of([&] { pending.finish(); }), {"one call for each save"});
+  const auto pending = start({[] {}, [](const std::atomic<bool>&) {}, finish, "waits", 30s});
+  expect_words(error_of([&] { pending->finish(); }), {"failed"});
+  expect_words(error_of([&] { pending->finish(); }), {"one call for each save"});
 }
 
 // As at the limit of processes.
@@ -100,17 +103,17 @@ TEST(PendingCheckpointTest, WithoutAThreadTheCopyIsMadeAtOnceAndFinishWritesEver
   const auto here = std::this_thread::get_id();
   int copies = 0, writes = 0;
   threads_refused = true;
-  PendingCheckpoint pending([&] { copies += std::this_thread::get_id() == here; },
-                            [&](const std::atomic<bool>& pause) {
-                              EXPECT_FALSE(pause);
-                              writes += std::this_thread::get_id() == here;
-                            },
-                            [](const std::function<void()>& write_rest) { write_rest(); }, "waits",
-                            30s);
+  const auto pending =
+      start({[&] { copies += std::this_thread::get_id() == here; },
+             [&](const std::atomic<bool>& pause) {
+               EXPECT_FALSE(pause);
+               writes += std::this_thread::get_id() == here;
+             },
+             [](const std::function<void()>& write_rest) { write_rest(); }, "waits", 30s});
   threads_refused = false;
   EXPECT_EQ(copies, 1) << "a step may change what is copied";
   EXPECT_EQ(writes, 0);
-  pending.finish();
+  pending->finish();
   EXPECT_EQ(copies, 1);
   EXPECT_EQ(writes, 1);
 }
@@ -118,8 +121,7 @@ TEST(PendingCheckpointTest, WithoutAThreadTheCopyIsMadeAtOnceAndFinishWritesEver
 TEST(PendingCheckpointTest, OneThatIsGivenUpStopsItsThread) {
   Calls calls;
   std::promise<void> begun;
-  auto pending = std::make_unique<PendingCheckpoint>([] {}, write_in_two_calls(calls, begun),
-                                                     [](const auto&) {}, "waits", 30s);
+  auto pending = start({[] {}, write_in_two_calls(calls, begun), [](const auto&) {}, "waits", 30s});
   begun.get_future().wait();
   pending.reset();
   EXPECT_EQ(calls.size(), 1u);
@@ -129,11 +131,11 @@ TEST(PendingCheckpointTest, OneThatIsGivenUpStopsItsThread) {
 TEST(PendingCheckpointTest, WhatTheWriteHoldsIsFreedByFinish) {
   auto held = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = held;
-  PendingCheckpoint pending([held] {}, [held](const std::atomic<bool>&) {},
-                            [held](const std::function<void()>& write_rest) { write_rest(); },
-                            "waits", 30s);
+  const auto pending =
+      start({[held] {}, [held](const std::atomic<bool>&) {},
+             [held](const std::function<void()>& write_rest) { write_rest(); }, "waits", 30s});
   held.reset();
-  pending.finish();
+  pending->finish();
   EXPECT_TRUE(watch.expired());
 }
 
@@ -149,17 +151,18 @@ void leave_behind(bool finishes) {
   };
   bool returned = false;
   {
-    PendingCheckpoint pending(
-        [] {}, write,
-        [&](const std::function<void()>& write_rest) {
-          write_rest();
-          returned = true;
-        },
-        finishes ? "rank 1 of 4 waits for its thread" : "rank 2 of 4 waits for its thread", 500ms);
+    const auto pending =
+        start({[] {}, write,
+               [&](const std::function<void()>& write_rest) {
+                 write_rest();
+                 returned = true;
+               },
+               finishes ? "rank 1 of 4 waits for its thread" : "rank 2 of 4 waits for its thread",
+               500ms});
     begun.get_future().wait();
     if (finishes) {
       expect_words(
-          error_of([&] { pending.finish(); }),
+          error_of([&] { pending->finish(); }),
           {"rank 1 of 4 waits for its thread", "has done nothing for 6 s: a call of the disk"});
     }
   }

@@ -1,5 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
+#include "zero/checkpoint/pending.h"
+
 #include <c10/util/Exception.h>
 
 #include <condition_variable>
@@ -11,7 +13,6 @@
 #include "zero/base/own_thread_wait.h"
 #include "zero/base/thread_priority.h"
 #include "zero/base/threads.h"
-#include "zero/checkpoint_options.h"
 
 namespace zero {
 namespace {
@@ -19,7 +20,7 @@ namespace {
 // What the thread uses, which may be left behind.
 struct Work {
   std::function<void()> copy;
-  PendingCheckpoint::Write write;
+  std::function<void(const std::atomic<bool>& pause)> write;
   std::atomic<bool> pause = false;
 
   std::mutex mutex;
@@ -42,7 +43,7 @@ void run(const std::shared_ptr<Work>& work) {
 struct PendingCheckpoint::State {
   OwnProcess process;
   const std::shared_ptr<Work> work = std::make_shared<Work>();
-  Finish finish;
+  std::function<void(const std::function<void()>& write_rest)> finish;
   std::string wait;
   std::chrono::milliseconds limit{};
   std::thread thread;
@@ -75,20 +76,19 @@ struct PendingCheckpoint::State {
   }
 };
 
-PendingCheckpoint::PendingCheckpoint(std::function<void()> copy, Write write, Finish finish,
-                                     std::string wait, std::chrono::milliseconds limit)
-    : state_(make_owned<State>()) {
-  state_->work->copy = std::move(copy);
-  state_->work->write = std::move(write);
-  state_->finish = std::move(finish);
-  state_->wait = std::move(wait);
-  state_->limit = limit;
+std::unique_ptr<PendingCheckpoint> BackgroundSave::start() {
+  const auto state = make_owned<PendingCheckpoint::State>();
+  state->work->copy = std::move(copy);
+  state->work->write = std::move(write);
+  state->finish = std::move(finish);
+  state->wait = std::move(wait);
+  state->limit = limit;
   try {
-    state_->thread = start_thread([work = state_->work] { run(work); }, "saves");
-  } catch (const c10::Error&) {
-    // No thread is left: the copy is made here, and finish() writes everything.
-    std::exchange(state_->work->copy, nullptr)();
+    state->thread = start_thread([work = state->work] { run(work); }, "saves");
+  } catch (const c10::Error&) {  // no thread is left
+    std::exchange(state->work->copy, nullptr)();
   }
+  return std::unique_ptr<PendingCheckpoint>(new PendingCheckpoint(state));
 }
 
 PendingCheckpoint::~PendingCheckpoint() = default;
@@ -98,7 +98,7 @@ void PendingCheckpoint::finish() {
   TORCH_CHECK(state_->finish != nullptr, "finish(): expected one call for each save, got another");
   // What refuses the call before anything is written leaves the save as it is.
   bool begun = false;
-  const Finish finish = std::exchange(state_->finish, nullptr);
+  const auto finish = std::exchange(state_->finish, nullptr);
   try {
     finish([this, &begun] {
       begun = true;

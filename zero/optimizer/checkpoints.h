@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -59,11 +60,29 @@ class Checkpoints {
     std::deque<std::shared_ptr<MemoryFileWriter>> copied_files = {};
     std::shared_ptr<ShardCopies> copies = nullptr;
   };
-  // Collective. `copy`: for an asynchronous save.
-  Save begin_save(const std::string& folder, const SaveOptions& save, bool copy,
+  enum class SaveKind { kNow, kAsynchronous };
+  // Collective.
+  Save begin_save(const std::string& folder, const SaveOptions& save, SaveKind kind,
                   const ParamGroups& groups);
+  // Makes the files of an asynchronous save in memory. Of the shard some is still to be copied.
+  void copy_to_memory(FileToSave shard, std::vector<FileToSave> whole, Save& save);
   // The save has ended on all ranks.
   void end_save(const CheckpointWriter& writer);
+
+  // What the end of an asynchronous save needs. It may live longer than the optimizer.
+  struct AsyncEnd {
+    std::shared_ptr<Engine> engine_or_throw() const;
+
+    std::shared_ptr<const std::weak_ptr<Engine>> engine;  // that began it; see pending_
+    std::shared_ptr<CheckpointWriter> writer;
+    Manifest manifest;     // without files
+    std::string folder;    // for errors
+    std::string argument;  // of the agreement at the end, equal on all ranks
+  };
+  // Collective. `write_rest` is that of BackgroundSave::finish.
+  void finish_async(Engine& engine, const AsyncEnd& end, const std::function<void()>& write_rest);
+  // Runs `remove`, of a checkpoint that was replaced, on another thread with a low priority.
+  void remove_beside_training(std::function<void()> remove);
 
   std::shared_ptr<Engine>& engine_;
   RunIdentity run_;

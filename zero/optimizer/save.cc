@@ -15,6 +15,7 @@
 #include "zero/base/thread_priority.h"
 #include "zero/checkpoint/format/atomic_directory.h"
 #include "zero/checkpoint/memory_file.h"
+#include "zero/checkpoint/pending.h"
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/mesh_description.h"
@@ -80,7 +81,7 @@ void drop_what_others_store(const Engine& engine, const MeshTensors& mesh, FileT
 }  // namespace
 
 Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveOptions& save,
-                                          bool copy, const ParamGroups& groups) {
+                                          SaveKind kind, const ParamGroups& groups) {
   Engine& engine = *engine_;
   const std::string replaced = engine.table.refresh_lists(engine.module);
   // The inner optimizer's state is looked at here, where all ranks learn of an error.
@@ -99,8 +100,8 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   };
   engine.agree(Call::kSaveCheckpoint, check,
                {(save.shared_folder() ? folder : "folders of own disks") +
-                    (save.overwrite() ? ", overwrite" : "") + (copy ? ", asynchronous" : "") +
-                    included_text(save),
+                    (save.overwrite() ? ", overwrite" : "") +
+                    (kind == SaveKind::kAsynchronous ? ", asynchronous" : "") + included_text(save),
                 whole_arguments(engine)});
   const auto mesh =
       merge_tensors(engine, "save_checkpoint(" + folder + ")", groups, /*values=*/true);
@@ -119,33 +120,37 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
   std::erase_if(whole, [&](const FileToSave& file) {
     return file.tensors.empty() || frozen_.link(file, *result.writer);
   });
-  if (!copy) {
+  if (kind == SaveKind::kAsynchronous) {
+    copy_to_memory(std::move(own), std::move(whole), result);
+  } else {
     result.files = std::move(whole);
     result.files.insert(result.files.begin(), std::move(own));
-    return result;
   }
-  // What goes wrong here, for want of memory perhaps, all ranks learn of at the end of the save.
-  result.writer->prepare([&] {
-    const std::string& id = result.writer->id();
+  return result;
+}
+
+// What goes wrong here, for want of memory perhaps, all ranks learn of at the end of the save.
+void Checkpoints::copy_to_memory(FileToSave shard, std::vector<FileToSave> whole, Save& save) {
+  save.writer->prepare([&] {
+    const std::string& id = save.writer->id();
     // First what step() does not change, but anyone may: behind the shard it would wait for it.
     for (FileToSave& file : whole) {
-      const auto others = std::make_shared<MemoryFileWriter>(
+      const auto copied = std::make_shared<MemoryFileWriter>(
           std::move(file), id, [](int64_t bytes, c10::Device) { return fresh_memory(bytes); });
-      result.copied_files.push_back(others);
-      others->copy()->copy_all();
+      save.copied_files.push_back(copied);
+      copied->copy()->copy_all();
     }
-    const auto shard = std::make_shared<MemoryFileWriter>(
-        std::move(own), id,
+    const auto copied = std::make_shared<MemoryFileWriter>(
+        std::move(shard), id,
         [&](int64_t bytes, c10::Device device) { return memory_.allocate(bytes, device); });
-    result.copied_files.push_front(shard);
-    result.copies = shard->copy();
+    save.copied_files.push_front(copied);
+    save.copies = copied->copy();
   });
-  return result;
 }
 
 void Checkpoints::save(const std::string& folder, const SaveOptions& options,
                        const ParamGroups& groups) {
-  Save save = begin_save(folder, options, /*copy=*/false, groups);
+  Save save = begin_save(folder, options, SaveKind::kNow, groups);
   save.writer->write_files(std::move(save.files));
   save.writer->finish(std::move(save.manifest));
   end_save(*save.writer);
@@ -160,45 +165,58 @@ void Checkpoints::end_save(const CheckpointWriter& writer) {
 std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& folder,
                                                            const SaveOptions& options,
                                                            const ParamGroups& groups) {
-  Save save = begin_save(folder, options, /*copy=*/true, groups);
-  // Of the thread that makes the copies for which a step may wait.
-  auto copy = [writer = save.writer, copies = save.copies] {
+  Save save = begin_save(folder, options, SaveKind::kAsynchronous, groups);
+  const auto engine = std::make_shared<const std::weak_ptr<Engine>>(engine_);
+  // Folders of own disks need not be equal on all ranks.
+  const std::string argument =
+      "the end of " + (options.shared_folder() ? folder : save.writer->id());
+  AsyncEnd end{engine, save.writer, std::move(save.manifest), folder, argument};
+  BackgroundSave parts;
+  parts.copy = [writer = save.writer, copies = save.copies] {
     if (copies) writer->prepare([&] { copies->copy_all(); });
   };
-  // Of the same thread, with a low priority.
-  auto write = [writer = save.writer, files = std::move(save.copied_files)](
-                   const std::atomic<bool>& pause) mutable { writer->write_files(files, pause); };
-  // Equal on all ranks, as folders of own disks need not be.
-  const std::string end = "the end of " + (options.shared_folder() ? folder : save.writer->id());
-  const auto of = std::make_shared<const std::weak_ptr<Engine>>(engine_);
-  auto finish = [this, of, writer = save.writer, folder, end,
-                 manifest = std::move(save.manifest)](const std::function<void()>& write_rest) {
-    const std::shared_ptr<Engine> engine = of->lock();
-    TORCH_CHECK(engine != nullptr, "save_checkpoint_async(", folder,
-                "): expected the optimizer and the ranks that began it, got none or others: the "
-                "optimizer has been destroyed, or has gone through recover() or a change of "
-                "parameters; finish a save before that, or save again");
-    engine->protocol.fail_stop([&] {
-      engine->agree(Call::kSaveCheckpoint, nullptr, {end, {}});
-      engine->comms->run_or_close(write_rest);
-      writer->finish(manifest, [this](std::function<void()> remove) {
-        removals_.push([remove = std::move(remove), here = std::this_thread::get_id()] {
-          if (std::this_thread::get_id() != here) lower_thread_priority();
-          remove();
-        });
-      });
-      end_save(*writer);
-    });
+  parts.write = [writer = save.writer, files = std::move(save.copied_files)](
+                    const std::atomic<bool>& pause) mutable { writer->write_files(files, pause); };
+  parts.finish = [this, end = std::move(end)](const std::function<void()>& write_rest) {
+    const std::shared_ptr<Engine> there = end.engine_or_throw();  // and so is this object
+    finish_async(*there, end, write_rest);
   };
-  auto pending = std::make_unique<PendingCheckpoint>(
-      std::move(copy), std::move(write), std::move(finish),
-      c10::str("rank ", engine_->comms->rank(), " of ", engine_->group().world_size(),
-               " waits for its thread that writes the checkpoint ", folder),
-      engine_->group().timeout());
+  parts.wait = c10::str("rank ", engine_->comms->rank(), " of ", engine_->group().world_size(),
+                        " waits for its thread that writes the checkpoint ", folder);
+  parts.limit = engine_->group().timeout();
+  auto pending = parts.start();
   if (save.copies) engine_->readers.add(save.copies);
   std::erase_if(pending_, [](const auto& other) { return other.second.expired(); });
-  pending_[save.writer->folder()] = of;
+  pending_[save.writer->folder()] = engine;
   return pending;
+}
+
+std::shared_ptr<Engine> Checkpoints::AsyncEnd::engine_or_throw() const {
+  std::shared_ptr<Engine> there = engine->lock();
+  TORCH_CHECK(there != nullptr, "save_checkpoint_async(", folder,
+              "): expected the optimizer and the ranks that began it, got none or others: the "
+              "optimizer has been destroyed, or has gone through recover() or a change of "
+              "parameters; finish a save before that, or save again");
+  return there;
+}
+
+void Checkpoints::finish_async(Engine& engine, const AsyncEnd& end,
+                               const std::function<void()>& write_rest) {
+  engine.protocol.fail_stop([&] {
+    engine.agree(Call::kSaveCheckpoint, nullptr, {end.argument, {}});
+    engine.comms->run_or_close(write_rest);
+    end.writer->finish(end.manifest, [this](std::function<void()> remove) {
+      remove_beside_training(std::move(remove));
+    });
+    end_save(*end.writer);
+  });
+}
+
+void Checkpoints::remove_beside_training(std::function<void()> remove) {
+  removals_.push([remove = std::move(remove), caller = std::this_thread::get_id()] {
+    if (std::this_thread::get_id() != caller) lower_thread_priority();
+    remove();
+  });
 }
 
 void Checkpoints::check_none_pending() const {
