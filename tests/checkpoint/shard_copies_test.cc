@@ -1,9 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// ShardCopies of zero/checkpoint/memory_file.h: what is copied, in which order, by whom, and who
-// waits for it.
-#include "zero/checkpoint/memory_file.h"
+// zero/checkpoint/shard_copies.h: what is copied, in which order, by whom, and who waits for it.
+#include "zero/checkpoint/shard_copies.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
@@ -28,6 +27,7 @@
 #include "tests/support/error_of.h"
 #include "zero/base/slow_wait.h"
 #include "zero/base/streams.h"
+#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
 
 namespace zero {

@@ -19,7 +19,9 @@
 
 #include "zero/base/serial_thread.h"
 #include "zero/checkpoint/folder.h"
+#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
+#include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
 #include "zero/checkpoint_options.h"
 #include "zero/training/engine.h"

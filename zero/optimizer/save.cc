@@ -14,6 +14,7 @@
 
 #include "zero/base/thread_priority.h"
 #include "zero/checkpoint/format/atomic_directory.h"
+#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
 #include "zero/checkpoint/pending.h"
 #include "zero/optimizer/checkpoints.h"

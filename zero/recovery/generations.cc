@@ -8,6 +8,8 @@
 #include <sstream>
 #include <utility>
 
+#include "zero/checkpoint/host_memory.h"
+
 namespace zero {
 
 void Generations::add(Generation generation) {
