@@ -160,37 +160,41 @@ void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer&
   }
 }
 
-}  // namespace
+// The tensors of the model, with the parts of them that this rank holds.
+std::vector<Entry> entries_here(const ParameterTable& table, const MeshTensors* mesh) {
+  std::vector<Entry> result = entries(table);
+  if (mesh == nullptr) return result;
+  for (Entry& model : result) {
+    const ManifestParameter& own = mesh->own(model.about.name);
+    model.about.whole = own.whole;
+    model.about.dimension = own.dimension;
+    model.about.from = own.from;
+    model.about.sections = own.sections;
+  }
+  return result;
+}
 
-CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
-                                       const torch::optim::Optimizer& inner,
-                                       const MeshTensors* mesh) {
-  CheckpointDifferences result;
-  const bool numbered_groups = mesh == nullptr && manifest.holders == 1;
-  // 1. Each tensor of the model beside the one of its name in the checkpoint.
-  std::map<std::string, Entry> stored;
-  for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
-  for (Entry& model : entries(table)) {
-    if (mesh != nullptr) {
-      const ManifestParameter& own = mesh->own(model.about.name);
-      model.about.whole = own.whole;
-      model.about.dimension = own.dimension;
-      model.about.from = own.from;
-      model.about.sections = own.sections;
-    }
+void add_missing(const Entry& model, CheckpointDifferences& result) {
+  const std::string name = " " + model.about.name;
+  if (model.trainable || model.late) {
+    result.notes.push_back(
+        (model.trainable ? "parameter" : model.kind) + name + ": stays as it is, as one " +
+        (model.trainable ? "of another optimizer" : "that was registered after construction") +
+        ", since it is not in the checkpoint");
+  } else {
+    result.lines.push_back(model.kind + name + ": in the model, missing in the checkpoint");
+  }
+}
+
+// Compares each tensor of the model with the one of its name in the checkpoint, and takes that out
+// of `stored`.
+void compare_model(const std::vector<Entry>& here, bool numbered_groups,
+                   std::map<std::string, Entry>& stored, CheckpointDifferences& result) {
+  for (const Entry& model : here) {
     const auto found = stored.find(model.about.name);
     if (found == stored.end()) {
       result.unusable.insert(model.about.name);
-      if (model.trainable || model.late) {
-        result.notes.push_back(
-            (model.trainable ? "parameter" : model.kind) + " " + model.about.name +
-            ": stays as it is, as one " +
-            (model.trainable ? "of another optimizer" : "that was registered after construction") +
-            ", since it is not in the checkpoint");
-        continue;
-      }
-      result.lines.push_back(model.kind + " " + model.about.name +
-                             ": in the model, missing in the checkpoint");
+      add_missing(model, result);
       continue;
     }
     if (!compare(model, found->second, numbered_groups, result)) {
@@ -198,17 +202,33 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
     }
     stored.erase(found);
   }
-  // 2. What is left has no tensor here.
+}
+
+// What is `left` of the checkpoint has no tensor on this rank.
+void add_surplus(const std::map<std::string, Entry>& left, const ParameterTable& table,
+                 const MeshTensors* mesh, CheckpointDifferences& result) {
   std::set<std::string> others;  // trained by other optimizers, which set them
   for (const NamedTensor& f : table.frozen()) {
     if (f.trainable) others.insert(f.name);
   }
-  for (const auto& [name, entry] : stored) {
+  for (const auto& [name, entry] : left) {
     if (mesh != nullptr && mesh->has(name)) continue;
     if (entry.kind == "frozen parameter" && others.count(name) != 0) continue;
     result.lines.push_back(entry.kind + " " + name + ": in the checkpoint, missing in the model");
   }
-  // 3. Parameter groups, and the optimizer.
+}
+
+}  // namespace
+
+CheckpointDifferences find_differences(const Manifest& manifest, const ParameterTable& table,
+                                       const torch::optim::Optimizer& inner,
+                                       const MeshTensors* mesh) {
+  CheckpointDifferences result;
+  const bool numbered_groups = mesh == nullptr && manifest.holders == 1;
+  std::map<std::string, Entry> stored;
+  for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
+  compare_model(entries_here(table, mesh), numbered_groups, stored, result);
+  add_surplus(stored, table, mesh, result);
   result.groups_from.assign(inner.param_groups().size(), -1);
   if (!numbered_groups) find_groups(manifest, table, result);
   compare_optimizers(manifest, inner, numbered_groups, result);
