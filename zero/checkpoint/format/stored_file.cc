@@ -200,23 +200,30 @@ StoredFile::StoredFile(std::unique_ptr<StoredBytes> bytes, const ManifestFile& a
   TORCH_CHECK(expected.empty() || own_id == expected, path(), ": expected a file of checkpoint ",
               expected, ", got one of checkpoint ", own_id,
               "; it was mixed in from another checkpoint or damaged");
-  if (has_blocks_) {
-    const uint64_t table_bytes = static_cast<uint64_t>(about.blocks) * kHashBytes;
-    TORCH_CHECK(table_bytes <= about.bytes - data_begin_, path(), ": expected the hashes of ",
-                about.blocks, " blocks, got ", about.bytes - data_begin_, " bytes of tensors");
-    const std::string table = bytes_->read_text(about.bytes - table_bytes, table_bytes);
-    const uint64_t hash = index_hash(beginning, table);
-    TORCH_CHECK(hash == hash_, path(), ": expected checksum ", hash_text(hash_),
-                " of its header and its hashes, got ", hash_text(hash),
-                "; the file is damaged, use another checkpoint");
-    const StoredTensor* const stored = header.find(kTableKey);
-    TORCH_CHECK(stored != nullptr && stored->begin == about.bytes - table_bytes &&
-                    stored->end == about.bytes,
-                path(), ": expected the hashes of ", about.blocks,
-                " blocks as the last tensor, got another one");
-    hashes_ = hashes_of(table);
-    verified_.resize(hashes_.size());
-  }
+  if (has_blocks_) read_table(beginning, header, about);
+  list_tensors(header, about);
+}
+
+void StoredFile::read_table(const std::string& beginning, const SafetensorsHeader& header,
+                            const ManifestFile& about) {
+  const uint64_t table_bytes = static_cast<uint64_t>(about.blocks) * kHashBytes;
+  TORCH_CHECK(table_bytes <= about.bytes - data_begin_, path(), ": expected the hashes of ",
+              about.blocks, " blocks, got ", about.bytes - data_begin_, " bytes of tensors");
+  const std::string table = bytes_->read_text(about.bytes - table_bytes, table_bytes);
+  const uint64_t hash = index_hash(beginning, table);
+  TORCH_CHECK(hash == hash_, path(), ": expected checksum ", hash_text(hash_),
+              " of its header and its hashes, got ", hash_text(hash),
+              "; the file is damaged, use another checkpoint");
+  const StoredTensor* const stored = header.find(kTableKey);
+  TORCH_CHECK(
+      stored != nullptr && stored->begin == about.bytes - table_bytes && stored->end == about.bytes,
+      path(), ": expected the hashes of ", about.blocks,
+      " blocks as the last tensor, got another one");
+  hashes_ = hashes_of(table);
+  verified_.resize(hashes_.size());
+}
+
+void StoredFile::list_tensors(SafetensorsHeader& header, const ManifestFile& about) {
   tensors_.reserve(header.tensors.size());
   size_t block = 0;
   for (StoredTensor& t : header.tensors) {

@@ -130,6 +130,12 @@ class StoredFile {
   void release();
 
  private:
+  // Parts of the constructor. The first reads the hashes of blocks; the second takes the tensors
+  // out of `header`, and before version 5 their hashes from `about`.
+  void read_table(const std::string& beginning, const SafetensorsHeader& header,
+                  const ManifestFile& about);
+  void list_tensors(SafetensorsHeader& header, const ManifestFile& about);
+
   // Its number in tensors_.
   size_t number(const StoredTensor& tensor) const;
   void check(const StoredTensor& tensor, uint64_t block, uint64_t hash) const;
