@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// All public headers. None of them includes torch/torch.h.
+// All public headers but bookkeeping/layout.h, which says how a plan cuts parameters. None of them
+// includes torch/torch.h.
 #pragma once
 
 // IWYU pragma: begin_exports
-#include "bookkeeping/layout.h"
 #include "bookkeeping/memory.h"
 #include "bookkeeping/plan.h"
 #include "zero/adafactor.h"
