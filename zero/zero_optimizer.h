@@ -55,8 +55,6 @@ class Module;
 
 namespace zero {
 
-struct Engine;
-
 // Tensors with the names that ranks and checkpoints know them by, as module.named_parameters()
 // returns them.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
@@ -279,8 +277,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
 
    private:
     friend class ZeroOptimizer;
-    explicit EmaGuard(std::weak_ptr<Engine> engine) : engine_(std::move(engine)) {}
-    std::weak_ptr<Engine> engine_;  // none after recover()
+    struct Use;
+    explicit EmaGuard(std::shared_ptr<Use> use) : use_(std::move(use)) {}
+    std::shared_ptr<Use> use_;
   };
   [[nodiscard]] EmaGuard use_ema();
 

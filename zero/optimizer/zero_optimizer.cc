@@ -220,21 +220,26 @@ at::Tensor ZeroOptimizer::master(const at::Tensor& parameter) {
   return impl_->run([&](Engine& engine) { return gather_parameter(engine, parameter, false); });
 }
 
+struct ZeroOptimizer::EmaGuard::Use {
+  std::weak_ptr<Engine> engine;  // none after recover()
+};
+
 ZeroOptimizer::EmaGuard ZeroOptimizer::use_ema() {
   impl_->run([](Engine& engine) { zero::use_ema(engine); });
-  return EmaGuard(impl_->engine);
+  return EmaGuard(std::make_shared<EmaGuard::Use>(impl_->engine));
 }
 
 ZeroOptimizer::EmaGuard::~EmaGuard() {
-  if (const auto engine = engine_.lock()) end_ema_or_close(*engine);
+  if (!use_) return;
+  if (const auto engine = use_->engine.lock()) end_ema_or_close(*engine);
 }
 
 void ZeroOptimizer::EmaGuard::end() {
-  const auto engine = engine_.lock();
+  const auto engine = use_ ? use_->engine.lock() : nullptr;
   if (!engine || !engine->protocol.ema_in_use()) return;
   at::NoGradGuard no_grad;
   engine->protocol.fail_stop([&] { end_ema(*engine); });
-  engine_.reset();
+  use_.reset();
 }
 
 void ZeroOptimizer::freeze(const std::vector<at::Tensor>& parameters) {
