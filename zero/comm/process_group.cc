@@ -28,6 +28,7 @@
 #include "zero/comm/exchange/row_exchange.h"
 #include "zero/comm/exchange/two_level_exchange.h"
 #include "zero/comm/row_communicator.h"
+#include "zero/comm/store_names.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/meeting.h"
@@ -53,81 +54,6 @@ std::string fingerprint(const std::vector<int>& ranks) {
   return text.str();
 }
 
-// Keys of a communicator. The first rank that makes it sets this one.
-constexpr const char* kLevels = "levels";
-constexpr const char* kStoresMade = "stores made";
-
-// What this process has used of a place in the store. Groups that have the place share it.
-class Place {
- public:
-  // Returns how often `name` was used before. So equal names never meet in the store.
-  int next(const std::string& name) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return used_[name]++;
-  }
-  // Counts as if `name` had been used at least so often.
-  void raise(const std::string& name, int uses) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    used_[name] = std::max(used_[name], uses);
-  }
-  // Returns the place of a subgroup.
-  std::shared_ptr<Place> part(const std::string& name) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::shared_ptr<Place>& part = parts_[name];
-    if (!part) part = std::make_shared<Place>();
-    return part;
-  }
-
-  // A call that failed on one rank alone may have left it behind the others, or ahead of them, in
-  // the stores that it made. Each rank brings its numbers before it connects, and takes the largest
-  // when it has.
-  void bring_numbers(c10d::Store& store);
-  void take_numbers(c10d::Store& store);
-
-  static std::string key_of_store(const std::string& name) { return kStore + name; }
-
- private:
-  static constexpr const char* kStore = "store/";
-  // A line for each store: its number and its key.
-  std::string numbers();
-  void adopt(const std::string& numbers);
-
-  std::mutex mutex_;
-  std::map<std::string, int> used_;
-  std::map<std::string, std::shared_ptr<Place>> parts_;
-};
-
-std::string Place::numbers() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::string text;
-  for (auto used = used_.lower_bound(kStore);
-       used != used_.end() && used->first.starts_with(kStore); ++used) {
-    text += c10::str(used->second, " ", used->first, "\n");
-  }
-  return text;
-}
-
-void Place::adopt(const std::string& numbers) {
-  std::istringstream lines(numbers);
-  std::string key;
-  for (int uses = 0; lines >> uses && lines.get() == ' ' && std::getline(lines, key);) {
-    raise(key, uses);
-  }
-}
-
-void Place::bring_numbers(c10d::Store& store) {
-  for (std::string own = numbers(); !own.empty(); own = numbers()) {
-    const std::string held = claim(store, kStoresMade, own);
-    adopt(held);
-    const std::string largest = numbers();
-    if (largest == held || store.compareSet(kStoresMade, held, largest) == largest) return;
-  }
-}
-
-void Place::take_numbers(c10d::Store& store) {
-  if (store.check({kStoresMade})) adopt(store.get_to_str(kStoresMade));
-}
-
 }  // namespace
 
 struct Group::State {
@@ -150,7 +76,7 @@ struct Group::State {
   OwnProcess process;
   std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
 
-  std::shared_ptr<Place> place = std::make_shared<Place>();  // of `store`
+  std::shared_ptr<StoreNames> names = std::make_shared<StoreNames>();  // in `store`
 
   // Held while a shared communicator is made, so that two threads do not make two.
   mutable std::mutex shared_mutex;
@@ -227,7 +153,7 @@ std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
                                           const std::string& name) const {
   auto state = make_owned<State>();
   const std::string key = c10::str("subgroup/", name, "/", fingerprint(members));
-  state->place = state_->place->part(key);
+  state->names = state_->names->subgroup(key);
   state->bounded = state_->bounded->under(key);
   state->store = state->bounded;
   state->rank =
@@ -277,7 +203,7 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
     state->joining.find_topology = state_->joining.find_topology;
     state->topology =
         find_machines(state->joining.find_topology, state->name,
-                      state->bounded->under(c10::str("machines/", state->place->next("machines"))),
+                      state->bounded->under(c10::str("machines/", state->names->next("machines"))),
                       state->rank, state->world_size, timeout(), members);
   }
   state->watched = state->global_ranks;
@@ -290,8 +216,8 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
 int64_t Group::failures() const { return *state_->failures; }
 
 StorePtr Group::make_store(const std::string& name) const {
-  const std::string key = Place::key_of_store(name);
-  return state_->bounded->under(c10::str(key, "/", state_->place->next(key)));
+  const std::string key = StoreNames::name_of_store(name);
+  return state_->bounded->under(c10::str(key, "/", state_->names->next(key)));
 }
 
 namespace {
@@ -332,21 +258,12 @@ std::string without_rank(const std::string& text) { return text.substr(0, text.r
 // Ranks with other levels have other connections to make, and would wait for each other.
 void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
   const std::string own = c10::str(levels, kOnRank, rank);
-  const std::string first = claim(store, kLevels, own);
+  const std::string first = claim(store, StoreNames::kLevels, own);
   TORCH_CHECK_VALUE(
       without_rank(first) == levels, "expected the same levels on every rank, got ", first, " and ",
       own,
       "; give the group the same topology on all ranks, and make_communicator() the same "
       "two_level");
-}
-
-// Returns the number of this call among those with the same key. Where the others have begun a
-// later one, since a call of theirs failed that this rank did not make, it is theirs.
-int number_of(const BoundedStore& store, Place& place, const std::string& key) {
-  int number = place.next(key);
-  while (store.under(c10::str(key, "/", number + 1))->check({kLevels})) ++number;
-  place.raise(key, number + 1);
-  return number;
 }
 
 // Calls meet(). What is neither an error of communication nor a lack of memory here may be one of a
@@ -378,11 +295,11 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     return alone;
   }
   const std::string key = c10::str("communicator/", this->name(), "/", name);
-  const std::shared_ptr<Place> place = state_->place;
+  const std::shared_ptr<StoreNames> names = state_->names;
   const auto start = std::chrono::steady_clock::now();
   const int number =
       asking_as(c10::str("communicator \"", full_name, "\": rank ", rank(), " of ", world_size()),
-                [&] { return number_of(*state_->bounded->within(timeout()), *place, key); });
+                [&] { return names->next_communicator(*state_->bounded->within(timeout()), key); });
   const auto store = state_->bounded->under(c10::str(key, "/", number));
   Rendezvous rendezvous(
       store, rank(), world_size(), timeout(), start,
@@ -401,24 +318,24 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     const int local_ranks = machines.ranks_per_machine();
     const TwoLevelExchange::Place where{machines.machines(), local_ranks, rank() / local_ranks,
                                         rank() % local_ranks};
-    work = [connect, place, where, exchange, limit = timeout(), rank = rank(),
+    work = [connect, names, where, exchange, limit = timeout(), rank = rank(),
             levels = "two levels of " + machines.describe()](const StorePtr& own) {
       agree_on_levels(*own, rank, levels);
-      place->bring_numbers(*own);
+      names->publish_uses(*own);
       *exchange = connect_two_levels(connect, own, where, limit);
-      place->take_numbers(*own);
+      names->adopt_uses(*own);
     };
   } else {
     BackendRanks ranks;
     ranks.over_links = machines.machines() > 1;
     for (int r = 0; r < world_size(); ++r) ranks.machines.push_back(machines.machine_of(r));
-    work = [connect, place, exchange, ranks, rank = rank(), size = world_size(),
+    work = [connect, names, exchange, ranks, rank = rank(), size = world_size(),
             limit = timeout()](const StorePtr& own) {
       agree_on_levels(*own, rank, "one level");
-      place->bring_numbers(*own);
+      names->publish_uses(*own);
       const NewBackend made = connect(own, rank, size);
       *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
-      place->take_numbers(*own);
+      names->adopt_uses(*own);
     };
   }
   meet_newcomers(state_->newcomers, rank(), [&] { rendezvous.run(work); });
