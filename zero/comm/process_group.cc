@@ -227,7 +227,7 @@ using Connect = std::function<NewBackend(const StorePtr& store, int rank, int si
 
 // Collective. The levels find each other under prefixes of `store`.
 std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const StorePtr& store,
-                                                const TwoLevelExchange::Place& place,
+                                                const TwoLevelExchange::RankInLevels& place,
                                                 milliseconds timeout) {
   const auto part = [&](const std::string& level, int number) -> StorePtr {
     return BoundedStore::of(store, timeout)->under(c10::str(level, "/", number));
@@ -316,8 +316,8 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   Rendezvous::Work work;
   if (two_level && machines.has_two_levels()) {
     const int local_ranks = machines.ranks_per_machine();
-    const TwoLevelExchange::Place where{machines.machines(), local_ranks, rank() / local_ranks,
-                                        rank() % local_ranks};
+    const TwoLevelExchange::RankInLevels where{machines.machines(), local_ranks,
+                                               rank() / local_ranks, rank() % local_ranks};
     work = [connect, names, where, exchange, limit = timeout(), rank = rank(),
             levels = "two levels of " + machines.describe()](const StorePtr& own) {
       agree_on_levels(*own, rank, levels);

@@ -138,7 +138,7 @@ std::vector<std::string> own_arguments() {
 }
 
 // A process to start: one of `ranks` ranks, or one that joins them with a number above.
-struct Place {
+struct LaunchedRank {
   int rank = 0;
   int ranks = 0;
   int local_rank = 0;
@@ -152,14 +152,15 @@ struct Address {
 };
 
 // This process's variables with those of a rank in place of its own.
-std::vector<std::string> child_environment(const Place& place, const Address& address) {
-  const std::string world_size = std::to_string(place.joins() ? place.rank + 1 : place.ranks);
+std::vector<std::string> child_environment(const LaunchedRank& launched, const Address& address) {
+  const std::string world_size =
+      std::to_string(launched.joins() ? launched.rank + 1 : launched.ranks);
   std::map<std::string, std::string> ours{
-      {"RANK", std::to_string(place.rank)},
+      {"RANK", std::to_string(launched.rank)},
       {"WORLD_SIZE", world_size},
-      {"LOCAL_RANK", std::to_string(place.local_rank)},
+      {"LOCAL_RANK", std::to_string(launched.local_rank)},
       {"LOCAL_WORLD_SIZE", world_size},
-      {"ZERO_JOIN", place.joins() ? "1" : "0"},
+      {"ZERO_JOIN", launched.joins() ? "1" : "0"},
       {"MASTER_ADDR", "127.0.0.1"},
       {"MASTER_PORT", std::to_string(address.port)},
       {"TORCHELASTIC_RUN_ID", address.job},
@@ -167,7 +168,7 @@ std::vector<std::string> child_environment(const Place& place, const Address& ad
       {"TORCHELASTIC_RESTART_COUNT", "0"},
   };
   if (std::getenv("OMP_NUM_THREADS") == nullptr) {
-    ours["OMP_NUM_THREADS"] = std::to_string(std::max(1, usable_cores() / place.ranks));
+    ours["OMP_NUM_THREADS"] = std::to_string(std::max(1, usable_cores() / launched.ranks));
   }
   std::vector<std::string> result;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -205,15 +206,15 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   _exit(127);
 }
 
-Child start_child(const Place& place, const Address& address, const LaunchOptions& options,
-                  const LineTargets& targets) {
-  const int rank = place.rank;
+Child start_child(const LaunchedRank& launched, const Address& address,
+                  const LaunchOptions& options, const LineTargets& targets) {
+  const int rank = launched.rank;
   std::vector<std::string> arguments = own_arguments();
-  std::vector<std::string> environment = child_environment(place, address);
+  std::vector<std::string> environment = child_environment(launched, address);
   const std::vector<char*> argument_pointers = pointers(arguments);
   const std::vector<char*> environment_pointers = pointers(environment);
   Child child;
-  child.local_rank = place.local_rank;
+  child.local_rank = launched.local_rank;
   // The ends that the child writes to.
   std::array<int, 2> writers{-1, -1};
   const auto at_end = c10::make_scope_exit([&writers] {
@@ -240,7 +241,7 @@ Child start_child(const Place& place, const Address& address, const LaunchOption
   }
   const int fork_error = errno;
   pthread_sigmask(SIG_SETMASK, &mask, nullptr);
-  TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", place.ranks, ": ",
+  TORCH_CHECK(child.pid > 0, "launch_local: cannot start rank ", rank, " of ", launched.ranks, ": ",
               std::strerror(fork_error));
   return child;
 }
@@ -287,8 +288,8 @@ class Parent {
   }
 
  private:
-  void start(const Place& place) {
-    children_.push_back(start_child(place, address_, options_, targets_));
+  void start(const LaunchedRank& launched) {
+    children_.push_back(start_child(launched, address_, options_, targets_));
   }
 
   // Like the lines of ranks it waits for no reader.

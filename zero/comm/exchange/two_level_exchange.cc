@@ -55,7 +55,7 @@ void add(const SentBytes& sent, SentBytes& to) {
 }  // namespace
 
 TwoLevelExchange::TwoLevelExchange(std::shared_ptr<RowExchange> inside,
-                                   std::shared_ptr<RowExchange> between, const Place& place,
+                                   std::shared_ptr<RowExchange> between, const RankInLevels& place,
                                    bool in_call_order)
     : inside_(std::move(inside)),
       between_(std::move(between)),
@@ -326,7 +326,7 @@ namespace {
 
 // Hands the rows of this rank's place to the ranks of its machine, and puts theirs into `rows`.
 void gather_packed(RowExchange& inside, const at::Tensor& rows,
-                   const TwoLevelExchange::Place& place, Operation& part) {
+                   const TwoLevelExchange::RankInLevels& place, Operation& part) {
   const at::Tensor places =
       rows.view({place.machines, place.ranks_per_machine, rows.size(1)}).transpose(0, 1);
   const at::Tensor packed = at::empty(places.sizes(), rows.options());

@@ -38,7 +38,7 @@ namespace zero {
 class TwoLevelExchange : public RowExchange {
  public:
   // The place of this rank, which is rank machine * ranks_per_machine + local of the communicator.
-  struct Place {
+  struct RankInLevels {
     int machines;
     int ranks_per_machine;
     int machine;
@@ -51,7 +51,7 @@ class TwoLevelExchange : public RowExchange {
   // stream of its order, which waits for the first (on the host the caller waits). Else a thread of
   // this object starts it as soon as the first is complete, whatever the caller does.
   TwoLevelExchange(std::shared_ptr<RowExchange> inside, std::shared_ptr<RowExchange> between,
-                   const Place& place, bool in_call_order);
+                   const RankInLevels& place, bool in_call_order);
 
   SentBytes exchange(const at::Tensor& rows, const at::Tensor& received,
                      Operation& operation) override;
@@ -97,7 +97,7 @@ class TwoLevelExchange : public RowExchange {
 
   const std::shared_ptr<RowExchange> inside_;
   const std::shared_ptr<RowExchange> between_;
-  const Place place_;
+  const RankInLevels place_;
   const bool in_call_order_;
   const bool packs_;                        // rows are copied into the order of places
   std::shared_ptr<CollectiveOrder> order_;  // of both levels; with in_call_order_
