@@ -225,24 +225,37 @@ namespace {
 // Makes the transport of ranks 0 to size - 1 that share `store`.
 using Connect = std::function<NewBackend(const StorePtr& store, int rank, int size)>;
 
-// Collective. The levels find each other under prefixes of `store`.
+// Collective. `rank` is one of `machines`.
+std::shared_ptr<RowExchange> connect_one_level(const Connect& connect, const StorePtr& store,
+                                               const Topology& machines, int rank,
+                                               milliseconds timeout) {
+  BackendRanks ranks;
+  ranks.over_links = machines.machines() > 1;
+  for (int r = 0; r < machines.world_size(); ++r) ranks.machines.push_back(machines.machine_of(r));
+  const NewBackend made = connect(store, rank, machines.world_size());
+  return make_row_exchange(made.backend, made.rows, timeout, ranks);
+}
+
+// The same. The levels find each other under prefixes of `store`.
 std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const StorePtr& store,
-                                                const TwoLevelExchange::RankInLevels& place,
+                                                const Topology& machines, int rank,
                                                 milliseconds timeout) {
+  const int local_ranks = machines.ranks_per_machine();
+  const TwoLevelExchange::RankInLevels place{machines.machines(), local_ranks, rank / local_ranks,
+                                             rank % local_ranks};
   const auto part = [&](const std::string& level, int number) -> StorePtr {
     return BoundedStore::of(store, timeout)->under(c10::str(level, "/", number));
   };
   BackendRanks machine;
-  for (int l = 0; l < place.ranks_per_machine; ++l) {
-    machine.names.push_back(place.machine * place.ranks_per_machine + l);
+  for (int l = 0; l < local_ranks; ++l) {
+    machine.names.push_back(place.machine * local_ranks + l);
   }
   BackendRanks peers;
   peers.over_links = true;
   for (int g = 0; g < place.machines; ++g) {
-    peers.names.push_back(g * place.ranks_per_machine + place.local);
+    peers.names.push_back(g * local_ranks + place.local);
   }
-  const NewBackend inside =
-      connect(part("machine", place.machine), place.local, place.ranks_per_machine);
+  const NewBackend inside = connect(part("machine", place.machine), place.local, local_ranks);
   const NewBackend between = connect(part("place", place.local), place.machine, place.machines);
   return make_owned<TwoLevelExchange>(
       make_row_exchange(inside.backend, inside.rows, timeout, machine),
@@ -310,34 +323,18 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
                            const StorePtr& store, int rank, int size) {
     return factory(store, rank, size, purpose, limit);
   };
-  const Topology& machines = topology();
+  const bool levels = two_level && topology().has_two_levels();
+  const std::string text = levels ? "two levels of " + topology().describe() : "one level";
   // Shared with a thread that may be left behind.
   const auto exchange = std::make_shared<std::shared_ptr<RowExchange>>();
-  Rendezvous::Work work;
-  if (two_level && machines.has_two_levels()) {
-    const int local_ranks = machines.ranks_per_machine();
-    const TwoLevelExchange::RankInLevels where{machines.machines(), local_ranks,
-                                               rank() / local_ranks, rank() % local_ranks};
-    work = [connect, names, where, exchange, limit = timeout(), rank = rank(),
-            levels = "two levels of " + machines.describe()](const StorePtr& own) {
-      agree_on_levels(*own, rank, levels);
-      names->publish_uses(*own);
-      *exchange = connect_two_levels(connect, own, where, limit);
-      names->adopt_uses(*own);
-    };
-  } else {
-    BackendRanks ranks;
-    ranks.over_links = machines.machines() > 1;
-    for (int r = 0; r < world_size(); ++r) ranks.machines.push_back(machines.machine_of(r));
-    work = [connect, names, exchange, ranks, rank = rank(), size = world_size(),
-            limit = timeout()](const StorePtr& own) {
-      agree_on_levels(*own, rank, "one level");
-      names->publish_uses(*own);
-      const NewBackend made = connect(own, rank, size);
-      *exchange = make_row_exchange(made.backend, made.rows, limit, ranks);
-      names->adopt_uses(*own);
-    };
-  }
+  const Rendezvous::Work work = [connect, names, exchange, levels, text, machines = topology(),
+                                 rank = rank(), limit = timeout()](const StorePtr& own) {
+    agree_on_levels(*own, rank, text);
+    names->publish_uses(*own);
+    *exchange =
+        (levels ? connect_two_levels : connect_one_level)(connect, own, machines, rank, limit);
+    names->adopt_uses(*own);
+  };
   meet_newcomers(state_->newcomers, rank(), [&] { rendezvous.run(work); });
   auto made =
       RowCommunicator::over(std::move(*exchange), rank(), world_size(), full_name, timeout());
