@@ -71,10 +71,10 @@ struct LaunchOptions {
 //   - Returns 0 when all ranks returned 0, otherwise the exit code of the rank that failed first,
 //     or 128 + the number of the signal that ended it. Says on stderr which rank that was.
 //
-// Throws c10::Error when ranks < 1 or processes cannot be started, also for too few file
-// descriptors (`ulimit -n`) or memory. Call it once per process, before
-// threads exist, and not from two threads: it handles the signals above, and SIGCHLD, while it
-// waits.
+// Throws c10::Error when ranks < 1, for replacements without survivors_go_on, and when processes
+// cannot be started, also for too few file descriptors (`ulimit -n`) or memory. Call it once per
+// process, before threads exist, and not from two threads: it handles the signals above, and
+// SIGCHLD, while it waits.
 int launch_local(int ranks, const std::function<int()>& body, const LaunchOptions& options = {});
 
 }  // namespace zero

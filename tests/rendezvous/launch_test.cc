@@ -25,7 +25,9 @@
 #include <utility>
 
 #include "tests/support/cases_at_once.h"
+#include "tests/support/error_of.h"
 #include "tests/support/run_program.h"
+#include "zero/launch.h"
 #include "zero/rendezvous/usable_cores.h"
 
 namespace zero {
@@ -359,6 +361,13 @@ TEST(LaunchTest, ExitCodesAreReadWhereSigchldIsIgnored) {
   EXPECT_EQ(run_program(ignoring + " 2 ok prefix\"").exit_status, 0);
   const auto [code, output] = run_program(ignoring + " 3 code\"");
   EXPECT_EQ(code, 7) << output;
+}
+
+TEST(LaunchTest, ReplacementsOfAJobThatEndsWithARankAreRefused) {
+  const auto none = [] { return 0; };
+  expect_words(error_of([&] { launch_local(1, none, {.replacements = 2}); }),
+               {"expected survivors_go_on", "got 2 replacements", "set LaunchOptions"});
+  EXPECT_EQ(launch_local(1, none, {.survivors_go_on = true, .replacements = 2}), 0);
 }
 
 TEST(LaunchTest, RanksDieWithTheirParent) {

@@ -451,6 +451,11 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
   TORCH_CHECK(ranks >= 1, "launch_local: expected at least 1 rank, got ", ranks);
   TORCH_CHECK(options.replacements >= 0, "launch_local: expected 0 or more replacements, got ",
               options.replacements);
+  TORCH_CHECK(options.replacements == 0 || options.survivors_go_on,
+              "launch_local: expected survivors_go_on with replacements, got ",
+              options.replacements,
+              " replacements without it, and where all end with the first that fails there is "
+              "nobody to join; set LaunchOptions::survivors_go_on");
   const Environment env = read_environment();
   const bool launched = env.source == Environment::Source::kTorchrun || env.world_size > 1;
   if (launched && env.world_size == 1 && ranks > 1 && !env.joins) {
