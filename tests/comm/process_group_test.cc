@@ -624,6 +624,96 @@ TEST(GroupTest, StoresThatOneRankAloneHasMadeAreCountedByAll) {
   }
 }
 
+// Each of two changes of parameters or recoveries makes communicators anew, and so do pairs of
+// ranks.
+TEST(GroupTest, KeysOfCommunicatorsThatAreGoneAreRemoved) {
+  for (const int ranks_per_machine : {0, 2}) {
+    run_ranks(4,
+              [&](const Group& world) {
+                const auto barrier = world.make_communicator("barrier", Purpose::kControl);
+                // The keys after the first calls, and after many more.
+                const auto expect_no_growth = [&](const std::function<void(int)>& call) {
+                  int64_t keys = 0;
+                  for (int i = 0; i < 8; ++i) {
+                    call(i);
+                    barrier->all_gather_text("", "done");
+                    if (i == 1) keys = world.store()->getNumKeys();
+                    EXPECT_LE(world.store()->getNumKeys(), i > 1 ? keys : INT64_MAX);
+                    barrier->all_gather_text("", "counted");
+                  }
+                };
+                const auto make = [](const Group& group, const char* name) {
+                  EXPECT_EQ(
+                      group.make_communicator(name, Purpose::kData)->all_gather_text("", "").size(),
+                      static_cast<size_t>(group.world_size()));
+                };
+                const auto pair_of = [&](const Group& group) {
+                  const int first = group.rank() / 2 * 2;
+                  return group.subgroup({first, first + 1}, "pair");
+                };
+                expect_no_growth([&](int) {
+                  make(world, "data");
+                  make(pair_of(world), "files");
+                });
+                expect_no_growth([&](int i) {
+                  const Group now = world.with_members({0, 1, 2, 3}, c10::str("recovery ", i));
+                  make(now, "control");
+                  make(pair_of(now), "files");
+                });
+              },
+              {.transport = kRealTransport, .ranks_per_machine = ranks_per_machine});
+  }
+}
+
+// A transport may ask its store for keys whenever it is used.
+TEST(GroupTest, KeysOfCommunicatorsThatAreThereStay) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto has = [&](int number) {
+          return group.store()->check({c10::str("communicator/test/data/", number, "/rank/0"),
+                                       c10::str("communicator/test/data/", number, "/rank/1")});
+        };
+        auto first = group.make_communicator("data", Purpose::kData);
+        group.make_communicator("data", Purpose::kData);
+        const auto third = group.make_communicator("data", Purpose::kData);
+        third->all_gather_text("", "no rank removes keys now");
+        EXPECT_TRUE(has(0));
+        EXPECT_FALSE(has(1));
+        first.reset();
+        const auto fourth = group.make_communicator("data", Purpose::kData);
+        fourth->all_gather_text("", "no rank removes keys now");
+        EXPECT_FALSE(has(0));
+        EXPECT_TRUE(has(2));
+        EXPECT_TRUE(has(3));
+      },
+      {.transport = kRealTransport});
+}
+
+// Of the call that failed the others may yet read why, and those that were not there its number.
+TEST(GroupTest, KeysOfACallThatFailedStay) {
+  RunOptions options{.transport = kRealTransport};
+  options.timeout = std::chrono::seconds(2);
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto key = [](int number) {
+          return c10::str("communicator/test/data/", number, "/levels");
+        };
+        if (group.rank() == 0) {
+          expect_words(error_of([&] { group.make_communicator("data", Purpose::kData); }),
+                       {"missing: rank 1"});
+        } else {
+          while (!group.store()->check({key(1)})) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          }
+        }
+        for (int i = 0; i < 3; ++i) group.make_communicator("data", Purpose::kData);
+        EXPECT_TRUE(group.store()->check({key(0)}));
+      },
+      options);
+}
+
 }  // namespace
 }  // namespace zero
 

@@ -39,6 +39,9 @@ namespace {
 using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
+// No call waits longer for the removal of keys that earlier ones have left.
+constexpr milliseconds kRemovalLimit{500};
+
 // The same for equal numbers on all ranks.
 template <typename Numbers>
 uint64_t hash_of(const Numbers& numbers) {
@@ -77,6 +80,7 @@ struct Group::State {
   std::shared_ptr<std::atomic<int64_t>> failures;  // of all groups of one init_process_group()
 
   std::shared_ptr<StoreNames> names = std::make_shared<StoreNames>();  // in `store`
+  std::shared_ptr<StoreNames> first_names;  // after a recovery, of the group that it began with
 
   // Held while a shared communicator is made, so that two threads do not make two.
   mutable std::mutex shared_mutex;
@@ -201,11 +205,15 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
   } else {
     state->global_ranks = members;
     state->joining.find_topology = state_->joining.find_topology;
-    state->topology =
-        find_machines(state->joining.find_topology, state->name,
-                      state->bounded->under(c10::str("machines/", state->names->next("machines"))),
-                      state->rank, state->world_size, timeout(), members);
+    const auto keys = std::make_shared<StoreKeys>();
+    const auto store =
+        state->bounded->under(c10::str("machines/", state->names->next("machines")))->noting(keys);
+    state->topology = find_machines(state->joining.find_topology, state->name, store, state->rank,
+                                    state->world_size, timeout(), members);
+    state->names->add_keys("machines", keys, {});
   }
+  state_->names->add_recovery(state->names);
+  state->first_names = state_->names;
   state->watched = state->global_ranks;
   state->newcomers = std::move(newcomers);
   Group group = *this;
@@ -279,6 +287,16 @@ void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
       "two_level");
 }
 
+// Removes keys of earlier calls once all ranks have come to this one; StoreNames says why. Where a
+// transport connects without all ranks, or the store is late, they stay.
+void remove_keys(const Rendezvous& rendezvous, const BoundedStore& store,
+                 const StoreNames::KeyLists& keys) noexcept {
+  try {
+    if (rendezvous.all_have_come()) store.within(kRemovalLimit)->remove(keys);
+  } catch (const std::exception&) {  // the communicator is there
+  }
+}
+
 // Calls meet(). What is neither an error of communication nor a lack of memory here may be one of a
 // newcomer's, and a rank that is none may go on without it.
 template <typename Meet>
@@ -313,7 +331,8 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   const int number =
       asking_as(c10::str("communicator \"", full_name, "\": rank ", rank(), " of ", world_size()),
                 [&] { return names->next_communicator(*state_->bounded->within(timeout()), key); });
-  const auto store = state_->bounded->under(c10::str(key, "/", number));
+  const auto keys = std::make_shared<StoreKeys>();
+  const auto store = state_->bounded->under(c10::str(key, "/", number))->noting(keys);
   Rendezvous rendezvous(
       store, rank(), world_size(), timeout(), start,
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
@@ -336,6 +355,11 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     names->adopt_uses(*own);
   };
   meet_newcomers(state_->newcomers, rank(), [&] { rendezvous.run(work); });
+  StoreNames::KeyLists unused;
+  names->take_unused(key, unused);
+  if (state_->first_names) state_->first_names->take_unused_of_recoveries(*names, unused);
+  if (!unused.empty()) remove_keys(rendezvous, *store, unused);
+  names->add_keys(key, keys, *exchange);
   auto made =
       RowCommunicator::over(std::move(*exchange), rank(), world_size(), full_name, timeout());
   RowCommunicator(*made).count_failure_in(state_->failures);

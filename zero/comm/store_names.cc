@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "zero/rendezvous/meeting.h"
 
@@ -33,6 +34,35 @@ std::shared_ptr<StoreNames> StoreNames::subgroup(const std::string& name) {
   std::shared_ptr<StoreNames>& names = subgroups_[name];
   if (!names) names = std::make_shared<StoreNames>();
   return names;
+}
+
+void StoreNames::add_recovery(const std::shared_ptr<StoreNames>& names) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::ranges::find(recoveries_, names) == recoveries_.end()) recoveries_.push_back(names);
+}
+
+void StoreNames::add_keys(const std::string& name, std::shared_ptr<StoreKeys> keys,
+                          std::weak_ptr<const void> user) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  keys_.push_back({name, std::move(keys), std::move(user)});
+}
+
+void StoreNames::take_unused(const std::optional<std::string>& name, KeyLists& keys) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(keys_, [&](const KeysInUse& k) {
+    const bool unused = (!name || k.name == *name) && k.user.expired();
+    if (unused) keys.push_back(k.keys);
+    return unused;
+  });
+  if (name) return;
+  for (const auto& [key, names] : subgroups_) names->take_unused({}, keys);
+}
+
+void StoreNames::take_unused_of_recoveries(const StoreNames& now, KeyLists& keys) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& recovery : recoveries_) {
+    if (recovery.get() != &now) recovery->take_unused({}, keys);
+  }
 }
 
 void StoreNames::publish_uses(c10d::Store& store) {

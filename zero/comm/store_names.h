@@ -3,6 +3,12 @@
 //
 // How often this process has used each name of a group in its store. A use is numbered, so that two
 // of one name never meet there, and the first one of a rank meets the first one of another.
+//
+// The keys of a communicator are removed by the rank that has set them, once nobody can read them:
+// its own communicator is gone, and all ranks have come to a later call of the same name, or to one
+// of the group of a later recovery. Since calls come in the same order on all ranks, they have left
+// the earlier one then. Keys of a call that failed stay: ranks that come late read reasons there,
+// and find the calls that they have missed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -10,7 +16,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "zero/rendezvous/bounded_store.h"
 
@@ -26,6 +34,19 @@ class StoreNames {
   int next_communicator(const BoundedStore& store, const std::string& name);
   // Returns the names of a subgroup.
   std::shared_ptr<StoreNames> subgroup(const std::string& name);
+
+  // `names` are those of a subgroup that a recovery made, which takes the place of earlier ones.
+  void add_recovery(const std::shared_ptr<StoreNames>& names);
+
+  // `keys` were set for a use of `name`, and may be asked for as long as `user` is there.
+  void add_keys(const std::string& name, std::shared_ptr<StoreKeys> keys,
+                std::weak_ptr<const void> user);
+  // Moves the keys of former uses of `name` whose user is gone to the end of `keys`; without a name
+  // those of all names, and of subgroups.
+  using KeyLists = std::vector<std::shared_ptr<StoreKeys>>;
+  void take_unused(const std::optional<std::string>& name, KeyLists& keys);
+  // The same, without a name, of all groups of recoveries but `now`.
+  void take_unused_of_recoveries(const StoreNames& now, KeyLists& keys);
 
   // A call that failed on one rank alone may have left it behind the others, or ahead of them, in
   // the stores that it made. Each rank publishes its uses of them in the store of a communicator
@@ -46,9 +67,16 @@ class StoreNames {
   std::string uses_text();
   void adopt(const std::string& uses);
 
+  struct KeysInUse {
+    std::string name;
+    std::shared_ptr<StoreKeys> keys;
+    std::weak_ptr<const void> user;
+  };
   std::mutex mutex_;
   std::map<std::string, int> used_;
   std::map<std::string, std::shared_ptr<StoreNames>> subgroups_;
+  std::vector<std::shared_ptr<StoreNames>> recoveries_;  // of the subgroups
+  std::vector<KeysInUse> keys_;
 };
 
 }  // namespace zero

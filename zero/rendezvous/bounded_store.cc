@@ -38,6 +38,16 @@ std::string keys_text(const std::vector<std::string>& keys) {
 
 }  // namespace
 
+void StoreKeys::add(const StorePtr& store, const std::string& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  keys_.emplace(std::pair(store.get(), key), store);
+}
+
+StoreKeys::Keys StoreKeys::all() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return keys_;
+}
+
 struct BoundedStore::Server {
   std::string name;
   bool here = false;
@@ -67,19 +77,21 @@ struct BoundedStore::Server {
 
 BoundedStore::BoundedStore(StorePtr store, milliseconds limit, const std::string& name,
                            bool served_here)
-    : BoundedStore(std::move(store), std::make_shared<Server>(), limit, std::nullopt) {
+    : BoundedStore(std::move(store), std::make_shared<Server>(), limit, std::nullopt, nullptr) {
   server_->store = store_;
   server_->name = name;
   server_->here = served_here;
 }
 
 BoundedStore::BoundedStore(StorePtr store, std::shared_ptr<Server> server, milliseconds limit,
-                           std::optional<Clock::time_point> deadline)
+                           std::optional<Clock::time_point> deadline,
+                           std::shared_ptr<StoreKeys> notes)
     : Store(limit),
       store_(std::move(store)),
       server_(std::move(server)),
       limit_(limit),
-      deadline_(deadline) {}
+      deadline_(deadline),
+      notes_(std::move(notes)) {}
 
 c10::intrusive_ptr<BoundedStore> BoundedStore::of(StorePtr store, milliseconds limit) {
   if (auto* bounded = dynamic_cast<BoundedStore*>(store.get())) {
@@ -90,22 +102,27 @@ c10::intrusive_ptr<BoundedStore> BoundedStore::of(StorePtr store, milliseconds l
 
 c10::intrusive_ptr<BoundedStore> BoundedStore::under(const std::string& prefix) const {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(new BoundedStore(
-      c10::make_intrusive<c10d::PrefixStore>(prefix, store_), server_, limit_, deadline_));
+      c10::make_intrusive<c10d::PrefixStore>(prefix, store_), server_, limit_, deadline_, notes_));
 }
 
 c10::intrusive_ptr<BoundedStore> BoundedStore::without_prefix() const {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
-      new BoundedStore(server_->store, server_, limit_, deadline_));
+      new BoundedStore(server_->store, server_, limit_, deadline_, nullptr));
 }
 
 c10::intrusive_ptr<BoundedStore> BoundedStore::within(milliseconds limit) const {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
-      new BoundedStore(store_, server_, limit, Clock::now() + limit));
+      new BoundedStore(store_, server_, limit, Clock::now() + limit, notes_));
+}
+
+c10::intrusive_ptr<BoundedStore> BoundedStore::noting(std::shared_ptr<StoreKeys> keys) const {
+  return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
+      new BoundedStore(store_, server_, limit_, deadline_, std::move(keys)));
 }
 
 c10::intrusive_ptr<BoundedStore> BoundedStore::each_within(milliseconds limit) const {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
-      new BoundedStore(store_, server_, limit, std::nullopt));
+      new BoundedStore(store_, server_, limit, std::nullopt, notes_));
 }
 
 bool BoundedStore::served_here() const { return server_->here; }
@@ -150,18 +167,19 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
 }
 
 template <typename Call>
-auto BoundedStore::write(const std::string& what, Call call) {
+auto BoundedStore::write(const std::string& what, const std::vector<std::string>& keys, Call call) {
   probe_message(what);
+  for (size_t i = 0; notes_ && i < keys.size(); ++i) notes_->add(store_, keys[i]);
   return ask(what, deadline_from_now(), std::move(call));
 }
 
 StorePtr BoundedStore::clone() {
   return c10::intrusive_ptr<BoundedStore>::unsafe_steal_from_new(
-      new BoundedStore(store_, server_, limit_, deadline_));
+      new BoundedStore(store_, server_, limit_, deadline_, notes_));
 }
 
 void BoundedStore::set(const std::string& key, const std::vector<uint8_t>& value) {
-  write("set of \"" + key + "\"", [=](c10d::Store& store) {
+  write("set of \"" + key + "\"", {key}, [=](c10d::Store& store) {
     store.set(key, value);
     return true;
   });
@@ -170,7 +188,7 @@ void BoundedStore::set(const std::string& key, const std::vector<uint8_t>& value
 std::vector<uint8_t> BoundedStore::compareSet(const std::string& key,
                                               const std::vector<uint8_t>& expected,
                                               const std::vector<uint8_t>& desired) {
-  return write("compare and set of \"" + key + "\"",
+  return write("compare and set of \"" + key + "\"", {key},
                [=](c10d::Store& store) { return store.compareSet(key, expected, desired); });
 }
 
@@ -184,12 +202,21 @@ std::vector<uint8_t> BoundedStore::get(const std::string& key) {
 int64_t BoundedStore::add(const std::string& key, int64_t value) {
   const std::string what = "add to \"" + key + "\"";
   const auto call = [=](c10d::Store& store) { return store.add(key, value); };
-  return value == 0 ? ask(what, deadline_from_now(), call) : write(what, call);
+  return value == 0 ? ask(what, deadline_from_now(), call) : write(what, {key}, call);
 }
 
 bool BoundedStore::deleteKey(const std::string& key) {
   return ask("removal of \"" + key + "\"", deadline_from_now(),
              [=](c10d::Store& store) { return store.deleteKey(key); });
+}
+
+void BoundedStore::remove(const std::vector<std::shared_ptr<StoreKeys>>& keys) {
+  ask("removal of keys", deadline_from_now(), [keys](c10d::Store&) {
+    for (const auto& some : keys) {
+      for (const auto& [key, store] : some->all()) store->deleteKey(key.second);
+    }
+    return true;
+  });
 }
 
 bool BoundedStore::check(const std::vector<std::string>& keys) {
@@ -227,7 +254,7 @@ void BoundedStore::wait_until(const std::vector<std::string>& keys, Clock::time_
 }
 
 void BoundedStore::append(const std::string& key, const std::vector<uint8_t>& value) {
-  write("append to \"" + key + "\"", [=](c10d::Store& store) {
+  write("append to \"" + key + "\"", {key}, [=](c10d::Store& store) {
     store.append(key, value);
     return true;
   });
@@ -242,7 +269,7 @@ std::vector<std::vector<uint8_t>> BoundedStore::multiGet(const std::vector<std::
 
 void BoundedStore::multiSet(const std::vector<std::string>& keys,
                             const std::vector<std::vector<uint8_t>>& values) {
-  write("set of " + keys_text(keys), [=](c10d::Store& store) {
+  write("set of " + keys_text(keys), keys, [=](c10d::Store& store) {
     store.multiSet(keys, values);
     return true;
   });

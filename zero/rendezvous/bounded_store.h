@@ -14,12 +14,28 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace zero {
+
+// The keys that were set through some stores. Thread safety: every member.
+class StoreKeys {
+ public:
+  void add(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key);
+  // By address: an intrusive_ptr in a pair is compared as a bool.
+  using Keys = std::map<std::pair<c10d::Store*, std::string>, c10::intrusive_ptr<c10d::Store>>;
+  Keys all() const;
+
+ private:
+  mutable std::mutex mutex_;
+  Keys keys_;
+};
 
 // Throws CommunicationError where the store is silent or gone, and where a key does not come.
 // Thread safety: every member, if `store` is thread-safe as TCPStore and HashStore are.
@@ -40,6 +56,9 @@ class BoundedStore final : public c10d::Store {
   // The same store for calls that end within `limit` from now, all together. wait() and get() wait
   // that long for a key, whatever time their caller asks for.
   c10::intrusive_ptr<BoundedStore> within(std::chrono::milliseconds limit) const;
+  // The same store, which adds to `keys` those that are set through it, or through one that is made
+  // of it by the functions above and below, but for without_prefix().
+  c10::intrusive_ptr<BoundedStore> noting(std::shared_ptr<StoreKeys> keys) const;
   // The same store with `limit` for each call, whatever bounded this one: for an owner that keeps
   // it.
   c10::intrusive_ptr<BoundedStore> each_within(std::chrono::milliseconds limit) const;
@@ -58,6 +77,8 @@ class BoundedStore final : public c10d::Store {
   std::vector<uint8_t> get(const std::string& key) override;
   int64_t add(const std::string& key, int64_t value) override;
   bool deleteKey(const std::string& key) override;
+  // In one call. Those that are not there do no harm.
+  void remove(const std::vector<std::shared_ptr<StoreKeys>>& keys);
   bool check(const std::vector<std::string>& keys) override;
   int64_t getNumKeys() override;
   // Asks again and again, at growing intervals of at most 100 ms: a call that waits in the server
@@ -77,20 +98,22 @@ class BoundedStore final : public c10d::Store {
   struct Server;  // Shared by all copies of one store.
 
   BoundedStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Server> server,
-               std::chrono::milliseconds limit, std::optional<Clock::time_point> deadline);
+               std::chrono::milliseconds limit, std::optional<Clock::time_point> deadline,
+               std::shared_ptr<StoreKeys> notes);
   Clock::time_point deadline_from_now() const;
   void wait_until(const std::vector<std::string>& keys, Clock::time_point deadline);
   // call(store) on a thread of its own. `what` names it in errors.
   template <typename Call>
   auto ask(const std::string& what, Clock::time_point deadline, Call call);
-  // The same for a call that changes a value.
+  // The same for a call that changes the values of `keys`.
   template <typename Call>
-  auto write(const std::string& what, Call call);
+  auto write(const std::string& what, const std::vector<std::string>& keys, Call call);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::shared_ptr<Server> server_;
   const std::chrono::milliseconds limit_;
   const std::optional<Clock::time_point> deadline_;
+  const std::shared_ptr<StoreKeys> notes_;  // null: nobody wants them
 };
 
 }  // namespace zero

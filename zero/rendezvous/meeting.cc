@@ -49,14 +49,19 @@ constexpr const char* kTries = "tries";
 
 std::string mark_key(int rank) { return "rank/" + std::to_string(rank); }
 
+// Of the ranks in [begin, end).
+std::vector<std::string> mark_keys(int begin, int end) {
+  std::vector<std::string> keys;
+  for (int rank = begin; rank < end; ++rank) keys.push_back(mark_key(rank));
+  return keys;
+}
+
 std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 // The ranks in [begin, end) that have a mark. Asks about all at once, and about halves only where
 // some are missing.
 void find_marked(c10d::Store& store, int begin, int end, std::vector<int>& marked) {
-  std::vector<std::string> keys;
-  for (int rank = begin; rank < end; ++rank) keys.push_back(mark_key(rank));
-  if (store.check(keys)) {
+  if (store.check(mark_keys(begin, end))) {
     for (int rank = begin; rank < end; ++rank) marked.push_back(rank);
   } else if (end - begin > 1) {
     const int middle = begin + (end - begin) / 2;
@@ -209,6 +214,10 @@ void Rendezvous::run(const Work& work) {
       c10::str(failed_, time, " (this is rank ", rank_, ")", others, ". ", reason);
   TORCH_CHECK_WITH(OutOfMemoryError, !own, text);
   throw_error(!misuse, text);
+}
+
+bool Rendezvous::all_have_come() const {
+  return store_->within(kMarksLimit)->check(mark_keys(0, world_size_));
 }
 
 void Rendezvous::await(std::future<bool> done, BoundedStore& store) const {

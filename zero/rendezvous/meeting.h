@@ -64,6 +64,8 @@ class Rendezvous {
   // part or gives up. Where `work` throws c10::ValueError on some rank, for a misuse, all that are
   // there throw another c10::Error. A rank that lacks memory throws c10::OutOfMemoryError.
   void run(const Work& work);
+  // Asks the store whether all ranks have come. Throws CommunicationError within half a second.
+  bool all_have_come() const;
 
  private:
   using Clock = std::chrono::steady_clock;
