@@ -35,12 +35,16 @@ int64_t row_bytes(const at::Tensor& rows) {
   return static_cast<int64_t>(rows.nbytes()) / rows.size(0);
 }
 
-// Calls start(exchange), which returns a SentBytes, with the exchange locked.
-template <typename Start>
-SentBytes locked(RowExchange& exchange, Start start) {
-  const std::lock_guard<std::mutex> lock(exchange.mutex());
-  return start(exchange);
-}
+// Holds the mutex of an exchange for one call: Locked(*inside_)->gather(...).
+class Locked {
+ public:
+  explicit Locked(RowExchange& exchange) : lock_(exchange.mutex()), exchange_(exchange) {}
+  RowExchange* operator->() const { return &exchange_; }
+
+ private:
+  const std::lock_guard<std::mutex> lock_;
+  RowExchange& exchange_;
+};
 
 // The current stream uses memory that was allocated on the stream of the levels.
 void use_here(const at::Tensor& tensor) {
@@ -103,55 +107,55 @@ std::optional<c10::Stream> TwoLevelExchange::stream_for(c10::Device device) {
 //      operations in the order of their calls, on every rank, so that no second level waits for one
 //      which its peers have not come to.
 //   3. wait() of the operation waits until the second level has started, then for all of it, and
-//   then
-//      for the sends of the first. An error of the thread is thrown there.
-void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation, const Level& first,
-                                     Level second) {
+//      then for the sends of the first. An error of the thread is thrown there.
+void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation,
+                                     const LevelStart& first, LevelStart second) {
   const std::optional<c10::Stream> stream = stream_for(device);
   const c10::OptionalStreamGuard guard(stream);
-  std::shared_ptr<Operation> one = operation.part();
-  std::shared_ptr<Operation> two = operation.part();
+  std::shared_ptr<Operation> first_part = operation.part();
+  std::shared_ptr<Operation> second_part = operation.part();
   auto started = std::make_shared<std::promise<void>>();
   // 1
   try {
-    first(*one);
+    first(*first_part);
   } catch (...) {
-    one->cancel();  // The caller knows the reason.
+    first_part->cancel();  // The caller knows the reason.
     throw;
   }
   // 2
-  auto go_on = [count = started_, one, two, started, stream, second = std::move(second)]() mutable {
+  auto start_second_level = [tried = second_levels_tried_, first_part, second_part, started, stream,
+                             second = std::move(second)]() mutable {
     const c10::OptionalStreamGuard guard(stream);
-    const auto at_end = c10::make_scope_exit([&] { ++*count; });
+    const auto at_end = c10::make_scope_exit([&] { ++*tried; });
     try {
-      one->receive();
+      first_part->receive();
       try {
-        second(*two);
+        second(*second_part);
       } catch (...) {
-        two->fail_to_start(std::current_exception());
+        second_part->fail_to_start(std::current_exception());
       }
       // What the parts keep alive ends with the caller's wait(), not later on this thread.
       second = nullptr;
-      one.reset();
-      two.reset();
+      first_part.reset();
+      second_part.reset();
       started->set_value();
     } catch (...) {
       started->set_exception(std::current_exception());
     }
   };
   // 3
-  operation.consists_of(
-      [count = started_, one, two, started, &operation](Operation::Clock::time_point start) {
-        std::future<void> future = started->get_future();
-        operation.wait_for_thread(future, *count);
-        future.get();
-        two->wait(start);
-        one->wait(start);
-      });
+  operation.consists_of([tried = second_levels_tried_, first_part, second_part, started,
+                         &operation](Operation::Clock::time_point start) {
+    std::future<void> future = started->get_future();
+    operation.wait_for_thread(future, *tried);
+    future.get();
+    second_part->wait(start);
+    first_part->wait(start);
+  });
   if (in_call_order_) {
-    go_on();
+    start_second_level();
   } else {
-    second_levels_.push(std::move(go_on));
+    second_levels_.push(std::move(start_second_level));
   }
 }
 
@@ -279,14 +283,10 @@ SentBytes TwoLevelExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   SentBytes sent;
   const auto reduce_inside = [&](const at::Tensor& block, size_t i, const UseRows& add_up,
                                  Operation& part) {
-    add(locked(*inside_,
-               [&](RowExchange& ranks) {
-                 return ranks.reduce(block, buffers->inside[i], {}, add_up, part);
-               }),
-        sent);
+    add(Locked(*inside_)->reduce(block, buffers->inside[i], {}, add_up, part), sent);
   };
   // 1. Add up the rows of this machine.
-  const Level first = [&](Operation& part) {
+  const LevelStart first = [&](Operation& part) {
     if (packs_) {
       buffers->packed.view({place_.ranks_per_machine, place_.machines, all.size(1)})
           .copy_(by_machine(all).transpose(0, 1));
@@ -310,8 +310,7 @@ SentBytes TwoLevelExchange::reduce(const Rows& rows, const at::Tensor& buffer,
                        use = std::move(use)](Operation& part) {
     const at::Tensor& sums = buffers->encoded;
     if (format != nullptr && format->encodes_sums()) format->encode_sums(buffers->sums, sums);
-    locked(*between,
-           [&](RowExchange& ranks) { return ranks.reduce(sums, buffers->between, {}, use, part); });
+    Locked(*between)->reduce(sums, buffers->between, {}, use, part);
     part.on_success([all, buffer] {});
   };
   in_two_levels(all.device(), operation, first, second);
@@ -331,9 +330,7 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
       rows.view({place.machines, place.ranks_per_machine, rows.size(1)}).transpose(0, 1);
   const at::Tensor packed = at::empty(places.sizes(), rows.options());
   packed.select(0, place.local).copy_(places.select(0, place.local));
-  locked(inside, [&](RowExchange& ranks) {
-    return ranks.gather(packed.view({place.ranks_per_machine, -1}), {}, part);
-  });
+  Locked(inside)->gather(packed.view({place.ranks_per_machine, -1}), {}, part);
   part.on_received([places, packed] {
     use_here(packed);
     places.copy_(packed);
@@ -348,14 +345,12 @@ SentBytes TwoLevelExchange::gather(const Rows& rows, const at::Tensor& before,
   SentBytes sent;
   const int here = place_.machine;
   // 1. Get the rows of this rank's place from the other machines.
-  const Level first = [&](Operation& part) {
-    add(locked(*between_,
-               [&](RowExchange& ranks) { return ranks.gather(of_place(all), before, part); }),
-        sent);
+  const LevelStart first = [&](Operation& part) {
+    add(Locked(*between_)->gather(of_place(all), before, part), sent);
   };
   // 2. Hand them on within the machine: packed, or in an exchange for the rows of each machine.
-  // Rows
-  //    of the own machine wait for nothing, but are sent with the others, in one order everywhere.
+  //    Rows of the own machine wait for nothing, but are sent with the others, in one order
+  //    everywhere.
   std::vector<at::Tensor> blocks;
   for (int g = 0; g < place_.machines && !packs_; ++g) {
     blocks.push_back(of_machine(all, (here + g) % place_.machines));
@@ -363,7 +358,7 @@ SentBytes TwoLevelExchange::gather(const Rows& rows, const at::Tensor& before,
   const auto second = [inside = inside_, blocks, all, place = place_](Operation& part) {
     if (blocks.empty()) gather_packed(*inside, all, place, part);
     for (const at::Tensor& block : blocks) {
-      locked(*inside, [&](RowExchange& ranks) { return ranks.gather(block, {}, part); });
+      Locked(*inside)->gather(block, {}, part);
     }
   };
   in_two_levels(all.device(), operation, first, second);
@@ -378,13 +373,12 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   SentBytes sent;
   const at::Tensor routed = at::empty_like(rows);
   // 1. Within the machine, an exchange for the rows to each machine.
-  const Level first = [&](Operation& part) {
+  const LevelStart first = [&](Operation& part) {
     for (int g = 0; g < place_.machines; ++g) {
       const at::Tensor from = of_machine(rows, g);
       const at::Tensor into = of_machine(routed, g);
       into.select(0, place_.local).copy_(from.select(0, place_.local));
-      add(locked(*inside_, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); }),
-          sent);
+      add(Locked(*inside_)->exchange(from, into, part), sent);
     }
   };
   const auto grouped = [this](const at::Tensor& matrix) {
@@ -393,7 +387,7 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   // 2. Between machines, L rows at once: those of this machine for one rank of another.
   const auto second = [between = between_, from = grouped(routed), into = grouped(received),
                        here = place_.machine](Operation& part) {
-    locked(*between, [&](RowExchange& ranks) { return ranks.exchange(from, into, part); });
+    Locked(*between)->exchange(from, into, part);
     part.on_success([from, into, here] {
       use_here(from);
       into.select(0, here).copy_(from.select(0, here));
@@ -414,12 +408,10 @@ int64_t TwoLevelExchange::all_reduce_bytes(const at::Tensor& values) const {
 SentBytes TwoLevelExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::RedOpType op,
                                        Operation& operation) {
   // 1. Combine the values of this machine, on each of its ranks.
-  const Level first = [&](Operation& part) {
-    locked(*inside_, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
-  };
+  const LevelStart first = [&](Operation& part) { Locked(*inside_)->all_reduce(values, op, part); };
   // 2. Combine those of all machines: every place does the same.
   const auto second = [between = between_, values, op](Operation& part) {
-    locked(*between, [&](RowExchange& ranks) { return ranks.all_reduce(values, op, part); });
+    Locked(*between)->all_reduce(values, op, part);
   };
   in_two_levels(values.device(), operation, first, second);
   return {all_reduce_bytes(values), between_->all_reduce_bytes(values)};
@@ -430,15 +422,13 @@ SentBytes TwoLevelExchange::broadcast(const at::Tensor& tensor, int source, Oper
   const int machine = source / place_.ranks_per_machine;
   const int local = source % place_.ranks_per_machine;
   // 1. From the source to its place on every machine.
-  const Level first = [&](Operation& part) {
+  const LevelStart first = [&](Operation& part) {
     if (local != place_.local) return;
-    add(locked(*between_,
-               [&](RowExchange& ranks) { return ranks.broadcast(tensor, machine, part); }),
-        sent);
+    add(Locked(*between_)->broadcast(tensor, machine, part), sent);
   };
   // 2. From that place to the other ranks of the machine.
   const auto second = [inside = inside_, tensor, local](Operation& part) {
-    locked(*inside, [&](RowExchange& ranks) { return ranks.broadcast(tensor, local, part); });
+    Locked(*inside)->broadcast(tensor, local, part);
   };
   in_two_levels(tensor.device(), operation, first, second);
   if (local == place_.local) {

@@ -90,8 +90,9 @@ class TwoLevelExchange : public RowExchange {
   Buffers split(const at::Tensor& rows, const at::Tensor& buffer, const RowValues& values) const;
 
   // Runs `first` now, and `second` when the first has received; the operation consists of both.
-  using Level = std::function<void(Operation& part)>;
-  void in_two_levels(c10::Device device, Operation& operation, const Level& first, Level second);
+  using LevelStart = std::function<void(Operation& part)>;
+  void in_two_levels(c10::Device device, Operation& operation, const LevelStart& first,
+                     LevelStart second);
   // Returns the stream for both levels, made to wait for the current one; nothing on the host.
   std::optional<c10::Stream> stream_for(c10::Device device);
 
@@ -102,7 +103,8 @@ class TwoLevelExchange : public RowExchange {
   const bool packs_;                        // rows are copied into the order of places
   std::shared_ptr<CollectiveOrder> order_;  // of both levels; with in_call_order_
   // Second levels that the thread has started, or could not.
-  const std::shared_ptr<std::atomic<int64_t>> started_ = std::make_shared<std::atomic<int64_t>>(0);
+  const std::shared_ptr<std::atomic<int64_t>> second_levels_tried_ =
+      std::make_shared<std::atomic<int64_t>>(0);
   SerialThread second_levels_{"levels"};
 };
 
