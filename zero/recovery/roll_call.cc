@@ -55,9 +55,6 @@ constexpr const char* kEnded = "ended";   // set at the end of the lowest rank
 // Of the store without a prefix: the numbers of processes that have joined some roll.
 constexpr const char* kJoined = "zero/recovery/joined";
 
-std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
-std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
 std::set<int> numbers_in(const std::string& text) {
   std::set<int> result;
   std::istringstream stream(text);
@@ -65,20 +62,58 @@ std::set<int> numbers_in(const std::string& text) {
   return result;
 }
 
+// Adds a number to the list that the key holds.
+void add_number(BoundedStore& store, const std::string& key, int number) {
+  const std::string text = std::to_string(number) + " ";
+  store.append(key, {text.begin(), text.end()});
+}
+
 // Returns what the key holds; empty if there is none.
 std::string held_by(BoundedStore& store, const std::string& key) {
-  return store.check({key}) ? text_of(store.get(key)) : std::string();
+  return store.check({key}) ? store.get_to_str(key) : std::string();
 }
 
 std::string text_key(const std::string& prefix, int rank) {
   return prefix + "/text/" + std::to_string(rank);
 }
 
-std::string text_of(const std::set<int>& numbers) {
+std::string list_of(const std::set<int>& numbers) {
   std::string text;
   for (const int n : numbers) text += std::to_string(n) + " ";
   return text;
 }
+
+// What the store shows of a call at one look.
+struct Seen {
+  std::set<int> arrived;  // ranks that have called
+  std::set<int> alive;    // numbers that have answered
+  std::set<int> joining;
+  std::set<int> gone;  // their launcher has seen them end
+
+  bool called_or_gone(int n) const { return arrived.contains(n) || gone.contains(n); }
+  bool responded(int n) const { return alive.contains(n) || called_or_gone(n); }
+
+  std::set<int> present() const {
+    std::set<int> result = arrived;
+    for (const int n : joining) {
+      if (alive.contains(n)) result.insert(n);
+    }
+    std::erase_if(result, [&](int n) { return gone.contains(n); });
+    return result;
+  }
+  // Whether every rank has called or ended, and every process that joins has answered or ended.
+  bool nobody_is_open(const std::vector<int>& ranks) const {
+    return std::ranges::all_of(ranks, [&](int n) { return called_or_gone(n); }) &&
+           std::ranges::all_of(joining,
+                               [&](int n) { return alive.contains(n) || gone.contains(n); });
+  }
+  // Who is neither a rank nor joins may be one that was left behind earlier and has woken up.
+  bool all_who_answer_are_present(const std::vector<int>& ranks) const {
+    return std::ranges::all_of(alive, [&](int n) {
+      return joining.contains(n) || called_or_gone(n) || !std::ranges::binary_search(ranks, n);
+    });
+  }
+};
 
 }  // namespace
 
@@ -118,7 +153,7 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int w
   std::iota(ranks_.begin(), ranks_.end(), 0);
   if (joins) return;
   called_ = newcomers();  // of before this roll
-  if (rank == 0) store_->set(kRanks, bytes_of(std::to_string(world_size)));
+  if (rank == 0) store_->set(kRanks, std::to_string(world_size));
   start();
 }
 
@@ -142,7 +177,7 @@ RollCall::~RollCall() {
   const bool failed = std::uncaught_exceptions() > exceptions_ || !left_behind_.empty() || lost;
   if (failed || ranks_.front() != rank_) return;
   try {
-    store_->within(kEndOfJobLimit)->set(kEnded, bytes_of("1"));
+    store_->within(kEndOfJobLimit)->set(kEnded, "1");
   } catch (const std::exception&) {  // there is nothing to join, either
   }
 }
@@ -184,7 +219,7 @@ bool RollCall::Answers::look(int64_t call) {
     watch(call);
     return false;
   }
-  store->append(prefix + kAlive, bytes_of(std::to_string(rank) + " "));
+  add_number(*store, prefix + kAlive, rank);
   return true;
 }
 
@@ -280,41 +315,28 @@ std::string RollCall::close(const std::string& prefix, const std::set<int>& expe
     // 1
     if (std::string list = held_by(*store_, prefix + kList); !list.empty()) return list;
     // 2
-    const std::set<int> arrived = numbers_in(held_by(*store_, prefix + kArrived));
-    const std::set<int> alive = numbers_in(held_by(*store_, prefix + kAlive));
-    const std::set<int> joining = numbers_in(held_by(*store_, prefix + kJoining));
-    const std::set<int> gone = ended(*store_);
-    const auto is_gone = [&](int number) { return gone.contains(number); };
+    const auto numbers_at = [&](const char* key) {
+      return numbers_in(held_by(*store_, prefix + key));
+    };
+    Seen seen;
+    seen.arrived = numbers_at(kArrived);
+    seen.alive = numbers_at(kAlive);
+    seen.joining = numbers_at(kJoining);
+    seen.gone = ended(*store_);
     // 3
-    std::set<int> present = arrived;
-    bool all_who_answer = true;
-    bool all_who_join = true;
-    for (const int number : alive) {
-      const bool joins = joining.count(number) != 0;
-      // One that was left behind earlier may have woken up.
-      if (!joins && !std::ranges::binary_search(ranks_, number)) continue;
-      if (joins) present.insert(number);
-      all_who_answer = all_who_answer && (joins || arrived.count(number) != 0 || is_gone(number));
-    }
-    for (const int number : joining) {
-      all_who_join = all_who_join && (alive.count(number) != 0 || is_gone(number));
-    }
-    std::erase_if(present, is_gone);
-    const bool all_expected = std::ranges::all_of(expected, [&](int number) {
-      return alive.contains(number) || arrived.contains(number) || is_gone(number);
-    });
+    const std::set<int> present = seen.present();
     // 4
-    const bool all = std::ranges::all_of(
-        ranks_, [&](int rank) { return arrived.count(rank) != 0 || is_gone(rank); });
-    bool closes = (all && all_who_join && all_expected) || now - start >= timeout_ + kArrivalSlack;
-    if (!closes && waited >= kAnswerTime && all_who_answer && all_expected && present != refused) {
+    const bool expected_responded =
+        std::ranges::all_of(expected, [&](int number) { return seen.responded(number); });
+    bool closes = (seen.nobody_is_open(ranks_) && expected_responded) ||
+                  now - start >= timeout_ + kArrivalSlack;
+    if (!closes && waited >= kAnswerTime && seen.all_who_answer_are_present(ranks_) &&
+        expected_responded && present != refused) {
       closes = !enough || enough(texts_at(prefix, present));
       if (!closes) refused = present;
     }
-    if (closes) {
-      // 5
-      return text_of(store_->compareSet(prefix + kList, {}, bytes_of(text_of(present))));
-    }
+    // 5
+    if (closes) return claim(*store_, prefix + kList, list_of(present));
     std::this_thread::sleep_for(kPollInterval);
   }
 }
@@ -326,10 +348,10 @@ RollCall::Present RollCall::call(const std::string& text, const Enough& enough) 
   const int64_t number = calls();
   const std::string prefix = std::to_string(number);
   // The text before the name, since others read it as soon as the name is on the list.
-  store_->set(text_key(prefix, rank_), bytes_of(text));
-  store_->append(prefix + kArrived, bytes_of(std::to_string(rank_) + " "));
-  store_->set(prefix + kOpen, bytes_of("1"));
-  store_->set(prefix + kBell, bytes_of("1"));
+  store_->set(text_key(prefix, rank_), text);
+  add_number(*store_, prefix + kArrived, rank_);
+  store_->set(prefix + kOpen, "1");
+  store_->set(prefix + kBell, "1");
   const std::set<int> expected = newcomers();
   const std::set<int> present = numbers_in(close(prefix, expected, enough));
   called_.insert(expected.begin(), expected.end());
@@ -361,7 +383,7 @@ RollCall::Present RollCall::present_at(const std::string& prefix, const std::set
 std::vector<std::string> RollCall::texts_at(const std::string& prefix,
                                             const std::set<int>& numbers) {
   std::vector<std::string> texts;
-  for (const int n : numbers) texts.push_back(text_of(store_->get(text_key(prefix, n))));
+  for (const int n : numbers) texts.push_back(store_->get_to_str(text_key(prefix, n)));
   return texts;
 }
 
@@ -394,7 +416,7 @@ RollCall::Present RollCall::wait_to_join(const std::string& text) {
   while (!store_->check({kRanks})) {
     wait("an optimizer with ZeroOptions::protect(), got none of that place in the program");
   }
-  const int ranks = std::stoi(text_of(store_->get(kRanks)));
+  const int ranks = std::stoi(store_->get_to_str(kRanks));
   for (int rank = 0; rank < ranks; ++rank) members.insert(rank);
   TORCH_CHECK(rank_ >= ranks, "expected RANK of at least ", ranks,
               ", which no rank of the job has had, to join it, got ", rank_);
@@ -409,16 +431,16 @@ RollCall::Present RollCall::wait_to_join(const std::string& text) {
     std::string list = held_by(*store_, prefix + kList);
     if (list.empty()) {
       // The bell last: the threads of the ranks look for the name when it is set.
-      store_->set(text_key(prefix, rank_), bytes_of(text));
-      store_->append(prefix + kJoining, bytes_of(number + " "));
-      store_->set(prefix + kBell, bytes_of("1"));
+      store_->set(text_key(prefix, rank_), text);
+      add_number(*store_, prefix + kJoining, rank_);
+      store_->set(prefix + kBell, "1");
     }
     // 4. Beat until the list is closed, and answer once the call is open: who calls waits for that.
     bool answered = false;
     for (; list.empty(); list = held_by(*store_, prefix + kList)) {
       store_->add(prefix + kBeat + number, 1);
       if (!answered && store_->check({prefix + kOpen})) {
-        store_->append(prefix + kAlive, bytes_of(number + " "));
+        add_number(*store_, prefix + kAlive, rank_);
         answered = true;
       }
       wait("its ranks to call recover()");
@@ -432,7 +454,7 @@ RollCall::Present RollCall::wait_to_join(const std::string& text) {
     answers_->calls = call + 1;
     start();
     // Before the others can call the roll of another optimizer, which takes a message of this rank.
-    store_->without_prefix()->append(kJoined, bytes_of(number + " "));
+    add_number(*store_->without_prefix(), kJoined, rank_);
     return present_at(prefix, present);
   }
 }

@@ -6,10 +6,10 @@
 //
 // Each rank that calls writes its name into the store. A thread on every rank answers for one that
 // has not noticed the failure yet, for example because it computes: the others wait for it. A store
-// that answers late for a while does not end that thread. One
-// that is killed, stopped or out of reach answers nothing. The first rank that sees everyone
-// present who answers writes down the list, once and for all: it counts for every rank, also for
-// one that wakes up later and is not on it.
+// that answers late for a while does not end that thread. A rank that is killed, stopped or out of
+// reach answers nothing. The first rank that sees everyone present who answers writes down the
+// list, once and for all: it counts for every rank, also for one that wakes up later and is not on
+// it.
 //
 // A process that joins is called as well. It writes its number down and counts up a beat while it
 // waits, so that the threads of the others see it: waiting() says so, and the roll is called at a
