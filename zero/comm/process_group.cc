@@ -462,9 +462,8 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, const cha
   }
   if (store.add("agreed", 1) == world_size) decide("equal");
   store.wait({"decided"}, timeout);
-  const std::vector<uint8_t> verdict = store.get("verdict");
-  const std::string text(verdict.begin(), verdict.end());
-  TORCH_CHECK_VALUE(text == "equal", text);
+  const std::string verdict = store.get_to_str("verdict");
+  TORCH_CHECK_VALUE(verdict == "equal", verdict);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace zero {
 namespace {
 
 // The number of ranks, a line feed and the identifier.
-std::string text_of(const std::string& job, int world_size) {
+std::string job_text(const std::string& job, int world_size) {
   return c10::str(world_size, "\n", job);
 }
 
@@ -28,7 +28,7 @@ constexpr const char* kJob = "job";
 }  // namespace
 
 void claim_for_job(BoundedStore& store, const std::string& job, int world_size) {
-  claim(store, kJob, text_of(job, world_size));
+  claim(store, kJob, job_text(job, world_size));
 }
 
 int ranks_of_job(BoundedStore& store) {
@@ -36,7 +36,7 @@ int ranks_of_job(BoundedStore& store) {
 }
 
 void check_job(BoundedStore& store, const Environment& env, const std::string& name_of_store) {
-  const std::string own = text_of(env.job, env.world_size);
+  const std::string own = job_text(env.job, env.world_size);
   const bool claims = !env.joins && env.rank == 0;
   const std::string held = claims ? claim(store, kJob, own) : store.get_to_str(kJob);
   if (held == own) return;

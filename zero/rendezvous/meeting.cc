@@ -56,8 +56,6 @@ std::vector<std::string> mark_keys(int begin, int end) {
   return keys;
 }
 
-std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
 // The ranks in [begin, end) that have a mark. Asks about all at once, and about halves only where
 // some are missing.
 void find_marked(c10d::Store& store, int begin, int end, std::vector<int>& marked) {
@@ -233,7 +231,7 @@ void Rendezvous::await(std::future<bool> done, BoundedStore& store) const {
     }
     check_ended(store);
     if (store.check({kGivenUp}) && done.wait_for(milliseconds(0)) != std::future_status::ready) {
-      const std::string mark = text_of(store.get(kGivenUp));
+      const std::string mark = store.get_to_str(kGivenUp);
       const std::string text = mark.substr(1);
       TORCH_CHECK_VALUE(mark[0] != kMisuse, text);
       TORCH_CHECK(false, text);
@@ -273,7 +271,7 @@ Rendezvous::Marks Rendezvous::read_marks(c10d::Store& store) const {
     for (; next < rank; ++next) marks.missing.push_back(next);
     next = rank + 1;
     if (i == marked.size() || rank == rank_) continue;
-    const std::string mark = text_of(values[i]);
+    const std::string mark(values[i].begin(), values[i].end());
     if (mark == kArrived) marks.silent.push_back(rank);
     if (mark == kGivenUp) ++marks.given_up;
   }

@@ -34,7 +34,7 @@ int cores_of_affinity() {
 }
 
 // Empty if there is no such file.
-std::string text_of(const std::string& path) {
+std::string read_file(const std::string& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
@@ -50,7 +50,7 @@ int cores_of_quota(const std::string& quota) {
 // Lines "0::/path" of version 2, "4:cpu,cpuacct:/path" of version 1.
 int cores_of_groups(const std::string& root) {
   int cores = kNoLimit;
-  std::istringstream lines(text_of(root + "/proc/self/cgroup"));
+  std::istringstream lines(read_file(root + "/proc/self/cgroup"));
   std::string number, controllers, path;
   while (std::getline(lines, number, ':') && std::getline(lines, controllers, ':') &&
          std::getline(lines, path)) {
@@ -63,9 +63,9 @@ int cores_of_groups(const std::string& root) {
       path.resize(end);
       const std::string folder = top + path;
       cores =
-          std::min(cores, cores_of_quota(version2 ? text_of(folder + "/cpu.max")
-                                                  : text_of(folder + "/cpu.cfs_quota_us") +
-                                                        text_of(folder + "/cpu.cfs_period_us")));
+          std::min(cores, cores_of_quota(version2 ? read_file(folder + "/cpu.max")
+                                                  : read_file(folder + "/cpu.cfs_quota_us") +
+                                                        read_file(folder + "/cpu.cfs_period_us")));
     }
   }
   return cores;
