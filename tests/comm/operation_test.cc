@@ -58,9 +58,9 @@ class OperationTest : public ::testing::Test {
 
 TEST_F(OperationTest, WaitsForSendsAfterTheUseOfWhatWasReceived) {
   Operation operation(health, "move");
-  operation.on_success([&] { say("success"); });
-  operation.on_received([&] { say("received"); });
-  operation.on_wait([&] {
+  operation.at_end([&] { say("success"); });
+  operation.after_receiving([&] { say("received"); });
+  operation.before_receiving([&] {
     say("wait");
     operation.add_receive(2, done("from 2"));
   });
@@ -78,13 +78,13 @@ TEST_F(OperationTest, GoesOnWithWhatIsAddedWhenRowsAreReceived) {
   Operation operation(health, "move");
   operation.add_send(1, done("to 1"));
   operation.add_receive(1, done("from 1"));
-  operation.on_received([&] {
+  operation.after_receiving([&] {
     say("first");
     operation.add_send(2, done("to 2"));
     operation.add_receive(2, done("from 2"));
-    operation.on_received([&] { say("second"); });
+    operation.after_receiving([&] { say("second"); });
   });
-  operation.on_success([&] { say("success"); });
+  operation.at_end([&] { say("success"); });
   operation.wait();
   EXPECT_EQ(said, "from 1, first, from 2, second, to 1, to 2, success");
   EXPECT_EQ(health->first_failure(), "");
@@ -93,13 +93,13 @@ TEST_F(OperationTest, GoesOnWithWhatIsAddedWhenRowsAreReceived) {
 TEST_F(OperationTest, NamesWhoIsMissingInALaterStage) {
   Operation operation(health, "move");
   operation.add_receive(1, done("from 1"));
-  operation.on_received([&] {
+  operation.after_receiving([&] {
     operation.add_send(1, done("to 1"));
     operation.add_receive(2, missing());
     operation.add_receive(3, missing());
-    operation.on_received([&] { say("second"); });
+    operation.after_receiving([&] { say("second"); });
   });
-  operation.on_success([&] { say("success"); });
+  operation.at_end([&] { say("success"); });
   const std::string text = error_of([&] { operation.wait(); });
   expect_words(text, {"move: ranks 2, 3 did not send within 50 ms", "this is rank 0 of 4"});
   EXPECT_EQ(health->first_failure(), text);
@@ -109,11 +109,11 @@ TEST_F(OperationTest, NamesWhoIsMissingInALaterStage) {
 TEST_F(OperationTest, AStageThatThrowsIsALoss) {
   Operation operation(health, "move");
   operation.add_receive(1, done("from 1"));
-  operation.on_received([&] {
+  operation.after_receiving([&] {
     operation.add_receive(2, missing());
     TORCH_CHECK(false, "out of paper");
   });
-  operation.on_success([&] { say("success"); });
+  operation.at_end([&] { say("success"); });
   // It says who else is missing.
   expect_words(error_of([&] { operation.wait(); }),
                {"move: out of paper (after ", "rank 2 did not send so far"});
@@ -124,8 +124,8 @@ TEST_F(OperationTest, ReceiveLeavesTheSendsToWait) {
   Operation operation(health, "move");
   operation.add_send(1, done("to 1"));
   operation.add_receive(1, done("from 1"));
-  operation.on_received([&] { say("received"); });
-  operation.on_success([&] { say("success"); });
+  operation.after_receiving([&] { say("received"); });
+  operation.at_end([&] { say("success"); });
   operation.receive();
   EXPECT_EQ(said, "from 1, received");
   operation.wait();
@@ -135,9 +135,9 @@ TEST_F(OperationTest, ReceiveLeavesTheSendsToWait) {
 TEST_F(OperationTest, ActionsOfOneKindRunInTheirOrder) {
   Operation operation(health, "move");
   for (const char* text : {"a", "b"}) {
-    operation.on_wait([&, text] { say(std::string("wait ") + text); });
-    operation.on_received([&, text] { say(std::string("received ") + text); });
-    operation.on_success([&, text] { say(std::string("success ") + text); });
+    operation.before_receiving([&, text] { say(std::string("wait ") + text); });
+    operation.after_receiving([&, text] { say(std::string("received ") + text); });
+    operation.at_end([&, text] { say(std::string("success ") + text); });
   }
   operation.wait();
   EXPECT_EQ(said, "wait a, wait b, received a, received b, success a, success b");
@@ -148,7 +148,7 @@ TEST_F(OperationTest, PartsHaveTheTimeAndTheNameOfTheWhole) {
   const std::shared_ptr<Operation> one = operation.part(), two = operation.part();
   one->add_receive(1, done("from 1"));
   two->add_receive(2, missing());
-  operation.consists_of([&](Operation::Clock::time_point start) {
+  operation.wait_by([&](Operation::Clock::time_point start) {
     std::this_thread::sleep_for(milliseconds(30));
     one->wait(start);
     two->wait(start);
@@ -179,7 +179,7 @@ TEST_F(OperationTest, TagsOfOperationsUnderWayDiffer) {
 
 TEST_F(OperationTest, RunsActionsWithoutAnythingToWaitFor) {
   Operation operation(health, "move");
-  operation.on_received([&] { say("received"); });
+  operation.after_receiving([&] { say("received"); });
   operation.wait();
   EXPECT_EQ(said, "received");
 }

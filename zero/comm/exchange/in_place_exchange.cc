@@ -47,7 +47,7 @@ SentBytes InPlaceExchange::reduce(const Rows& rows, const at::Tensor& buffer,
   const int tag = operation.take_tags();
   send(
       tag, [&](int peer) { return rows.row(peer); }, operation);
-  operation.on_wait([self = shared_from_this(), this, bytes, received, tag, &operation] {
+  operation.before_receiving([self = shared_from_this(), this, bytes, received, tag, &operation] {
     const std::lock_guard<std::mutex> lock(mutex());
     for_each_sender([&](int peer) {
       Row& row = (*received)[peer];
@@ -55,12 +55,12 @@ SentBytes InPlaceExchange::reduce(const Rows& rows, const at::Tensor& buffer,
       operation.add_receive(name_of(peer), row);
     });
   });
-  operation.on_received(
+  operation.after_receiving(
       [self = shared_from_this(), this, row = rows.row(rank()), received, use = std::move(use)] {
         use_in_place(row, *received, use);
         for_each_sender([&](int peer) { naming(peer, [&] { (*received)[peer]->release(); }); });
       });
-  operation.on_success([rows] {});
+  operation.at_end([rows] {});
   return sent_rows(rows);
 }
 

@@ -92,8 +92,8 @@ std::shared_ptr<Operation> Operation::part() {
   return part;
 }
 
-void Operation::consists_of(std::function<void(Clock::time_point)> wait_for_parts) {
-  wait_for_parts_ = std::move(wait_for_parts);
+void Operation::wait_by(std::function<void(Clock::time_point)> wait) {
+  wait_by_parts_ = std::move(wait);
 }
 
 void Operation::wait_for_thread(const std::future<void>& future,
@@ -115,8 +115,8 @@ int Operation::take_tags(int count) {
 }
 
 void Operation::cancel() {
-  steps_.clear();
-  on_wait_.clear();
+  transfers_.clear();
+  before_receiving_.clear();
 }
 
 void Operation::fail_to_start(const std::exception_ptr& reason) {
@@ -134,9 +134,10 @@ void Operation::fail_to_start(const std::exception_ptr& reason) {
 
 Operation::~Operation() {
   health_->operation_ends();
-  const bool in_transfer = std::any_of(steps_.begin(), steps_.end(), [](const Step& step) {
-    return step.kind == Kind::kReceive || step.kind == Kind::kSend;
-  });
+  const bool in_transfer =
+      std::any_of(transfers_.begin(), transfers_.end(), [](const Transfer& transfer) {
+        return transfer.kind == Kind::kReceive || transfer.kind == Kind::kSend;
+      });
   if (in_transfer) {
     health_->fail(c10::str(what_, ": dropped without being waited for", health_->where()));
   }
@@ -151,18 +152,18 @@ void Operation::add_whole(WorkPtr work, bool stream) {
 }
 
 void Operation::add(Kind kind, int peer, WorkPtr work) {
-  if (work) steps_.push_back({kind, peer, std::move(work)});
+  if (work) transfers_.push_back({kind, peer, std::move(work)});
 }
 
 void Operation::wait(Clock::time_point start) {
   health_->check_process(what_);
   // 1. Of two levels, each part waits for itself.
-  if (const auto wait = std::exchange(wait_for_parts_, nullptr)) {
+  if (const auto wait = std::exchange(wait_by_parts_, nullptr)) {
     wait(start);
     return;
   }
   // 2. What sends nothing succeeds in a failed group, too.
-  if (steps_.empty() && on_received_.empty() && on_success_.empty()) return;
+  if (transfers_.empty() && after_receiving_.empty() && at_end_.empty()) return;
   health_->check(what_);
   const c10::InferenceMode mode(inference_mode_);
   const at::NoGradGuard no_grad;
@@ -173,14 +174,14 @@ void Operation::wait(Clock::time_point start) {
   Failures failures;
   receive_all(start, failures);
   // 4. Wait until the peers have taken what was sent.
-  const std::vector<Step> sends = std::exchange(steps_, {});
+  const std::vector<Transfer> sends = std::exchange(transfers_, {});
   if (!failures.any()) {
-    for (const Step& step : sends) await(step, start, failures);
+    for (const Transfer& transfer : sends) wait_for_transfer(transfer, start, failures);
   }
   // 5. A failure is the group's.
   check(failures, start);
   // 6. Kept to the end: actions keep alive what was sent.
-  Actions actions = std::exchange(on_success_, {});
+  Actions actions = std::exchange(at_end_, {});
   for (const auto& action : actions) action();
 }
 
@@ -192,7 +193,7 @@ void Operation::receive(Clock::time_point start) {
                         [health = health_] { health->look_at_waits(); });
   Failures failures;
   receive_all(start, failures);
-  if (failures.any()) steps_.clear();
+  if (failures.any()) transfers_.clear();
   check(failures, start);
 }
 
@@ -234,47 +235,49 @@ void Operation::run(Actions& actions, Failures& failures) {
 //   1. starts what is to start in wait();
 //   2. waits for its receives, in the order in which they were added, and puts its sends aside: a
 //      peer may take them when it has received itself;
-//   3. runs the actions for what was received. These may add steps and actions, for the next stage.
+//   3. runs the actions for what was received. These may add transfers and actions, for the next
+//      stage.
 // After a failure the remaining receives get 1 ms each, to say which other ranks are late.
 void Operation::receive_all(Clock::time_point start, Failures& failures) {
-  std::vector<Step> sends;
+  std::vector<Transfer> sends;
   while (true) {
     // 1
-    run(on_wait_, failures);
+    run(before_receiving_, failures);
     // 2
-    const std::vector<Step> steps = std::exchange(steps_, {});
+    const std::vector<Transfer> transfers = std::exchange(transfers_, {});
     bool received = false;
-    for (const Step& step : steps) {
-      if (step.kind == Kind::kSend) {
-        sends.push_back(step);
+    for (const Transfer& transfer : transfers) {
+      if (transfer.kind == Kind::kSend) {
+        sends.push_back(transfer);
       } else {
-        await(step, start, failures);
+        wait_for_transfer(transfer, start, failures);
         received = true;
       }
     }
-    if (!received && on_received_.empty()) break;
+    if (!received && after_receiving_.empty()) break;
     // 3
-    run(on_received_, failures);
+    run(after_receiving_, failures);
   }
-  steps_ = std::move(sends);
+  transfers_ = std::move(sends);
 }
 
-void Operation::await(const Step& step, Clock::time_point start, Failures& failures) {
-  // 1. What time is left? All steps of an operation share one limit.
+void Operation::wait_for_transfer(const Transfer& transfer, Clock::time_point start,
+                                  Failures& failures) {
+  // 1. What time is left? All transfers of an operation share one limit.
   const Clock::time_point deadline = start + health_->timeout();
   const bool first = !failures.any();
-  awaited_ = step.peer;
+  awaited_ = transfer.peer;
   auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
   if (!first || left < milliseconds(1)) left = milliseconds(1);
-  if (step.kind == Kind::kWhole) left += kBackendSlack;
+  if (transfer.kind == Kind::kWhole) left += kBackendSlack;
   // 2. Wait.
-  const bool of_a_peer = step.kind == Kind::kReceive || step.kind == Kind::kSend;
+  const bool of_a_peer = transfer.kind == Kind::kReceive || transfer.kind == Kind::kSend;
   std::string reason;
   try {
     // A stream cannot be waited for with a limit without spinning on the host.
-    if (of_a_peer                    ? health_->wait(*step.work, step.peer, left)
-        : step.kind == Kind::kStream ? step.work->wait()
-                                     : step.work->wait(left)) {
+    if (of_a_peer                        ? health_->wait(*transfer.work, transfer.peer, left)
+        : transfer.kind == Kind::kStream ? transfer.work->wait()
+                                         : transfer.work->wait(left)) {
       return;
     }
     reason = health_->first_failure().empty() ? "its connection has ended" : "aborted";
@@ -284,12 +287,12 @@ void Operation::await(const Step& step, Clock::time_point start, Failures& failu
   // 3. The first one that ends before the time is up is the reason. All others are late.
   if (first && (!of_a_peer || Clock::now() < deadline)) {
     failures.broken = reason;
-    failures.broken_peer = step.peer;
-  } else if (step.peer != failures.broken_peer &&
-             std::find(failures.late.begin(), failures.late.end(), step.peer) ==
+    failures.broken_peer = transfer.peer;
+  } else if (transfer.peer != failures.broken_peer &&
+             std::find(failures.late.begin(), failures.late.end(), transfer.peer) ==
                  failures.late.end()) {
-    failures.late.push_back(step.peer);
-    if (step.kind == Kind::kReceive) failures.sends_only = false;
+    failures.late.push_back(transfer.peer);
+    if (transfer.kind == Kind::kReceive) failures.sends_only = false;
   }
 }
 

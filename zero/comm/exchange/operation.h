@@ -27,8 +27,14 @@ namespace zero {
 // The first line of what a transport threw, without the C++ backtrace.
 std::string reason_of(const std::exception_ptr& thrown);
 
-// An operation under way: a list of transfers to wait for, and actions around them. Actions of one
-// kind run in the order in which they were added.
+// An operation under way: a list of transfers to wait for, and actions around them. wait() goes
+// through these stages, and runs the actions of one kind in the order in which they were added:
+//
+//   before_receiving()  starts transfers
+//   the receives
+//   after_receiving()   computes with what has come; all begins again if it adds transfers, actions
+//   the sends
+//   at_end()            after success
 class Operation {
  public:
   // `number` is that of the operation in its communicator, the same on all ranks.
@@ -41,9 +47,10 @@ class Operation {
   // Makes an operation for a part of this one, which has its name, its number and tags of its own.
   // An operation has at most two parts.
   std::shared_ptr<Operation> part();
-  // `wait_for_parts(start)` takes the place of everything that wait() does. Its errors are final.
+  // For one of parts: `wait(start)` takes the place of everything that wait() does. Its errors are
+  // final.
   using Clock = std::chrono::steady_clock;
-  void consists_of(std::function<void(Clock::time_point start)> wait_for_parts);
+  void wait_by(std::function<void(Clock::time_point start)> wait);
 
   // Waits until a thread that works for this operation has set `future`. `progress` changes
   // whenever that thread gets on. Throws c10::Error when it stands still.
@@ -65,16 +72,18 @@ class Operation {
   // `work` involves all ranks at once. `stream`: wait() must let the current stream wait, not the
   // host.
   void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
-  // `action` runs first in wait(), and may start further transfers. If it throws, the operation
-  // has failed; what is no CommunicationError is this rank's own error, and wait() throws
-  // c10::Error.
-  void on_wait(std::function<void()> action) { on_wait_.push_back(std::move(action)); }
-  // `action` runs when everything has been received, before wait() waits for the sends. If it
-  // throws, the operation has failed. It may add further sends and receives, and actions for
-  // them: wait() goes on with those, within the same time limit.
-  void on_received(std::function<void()> action) { on_received_.push_back(std::move(action)); }
-  // `action` runs after success, on the thread that waited, and lives until wait() returns.
-  void on_success(std::function<void()> action) { on_success_.push_back(std::move(action)); }
+  // If `action` throws, the operation has failed; what is no CommunicationError is this rank's own
+  // error, and wait() throws c10::Error.
+  void before_receiving(std::function<void()> action) {
+    before_receiving_.push_back(std::move(action));
+  }
+  // The same. All that it adds has the same time limit.
+  void after_receiving(std::function<void()> action) {
+    after_receiving_.push_back(std::move(action));
+  }
+  // `action` runs on the thread that waited, and lives until wait() returns: it keeps alive what
+  // was sent.
+  void at_end(std::function<void()> action) { at_end_.push_back(std::move(action)); }
 
   // Blocks until all transfers are complete. Throws CommunicationError when one is not within the
   // group's timeout, counted from `start`.
@@ -85,7 +94,7 @@ class Operation {
 
  private:
   enum class Kind { kReceive, kSend, kWhole, kStream };
-  struct Step {
+  struct Transfer {
     Kind kind;
     int peer;
     c10::intrusive_ptr<c10d::Work> work;
@@ -96,12 +105,12 @@ class Operation {
   // Takes all actions; an error of one is a failure of the operation.
   static void run(Actions& actions, Failures& failures);
   void add(Kind kind, int peer, c10::intrusive_ptr<c10d::Work> work);
-  // Waits for all receives, stage by stage; leaves the sends in steps_.
+  // Waits for all receives, stage by stage; leaves the sends in transfers_.
   void receive_all(Clock::time_point start, Failures& failures);
   std::set<int> ended_peers() const;
   // Throws if there are failures, which are the group's then.
   void check(Failures& failures, Clock::time_point start);
-  void await(const Step& step, Clock::time_point start, Failures& failures);
+  void wait_for_transfer(const Transfer& transfer, Clock::time_point start, Failures& failures);
   // For the line on stderr about a long wait.
   std::string slow_text() const;
   std::string describe(const Failures& failures, Clock::time_point start) const;
@@ -111,11 +120,11 @@ class Operation {
   const int64_t number_;
   // Of the thread that began it: a tensor that was made in that mode can be written to only in it.
   const bool inference_mode_ = c10::InferenceMode::is_enabled();
-  std::vector<Step> steps_;
-  Actions on_wait_;
-  Actions on_received_;
-  Actions on_success_;
-  std::function<void(Clock::time_point)> wait_for_parts_;
+  std::vector<Transfer> transfers_;
+  Actions before_receiving_;
+  Actions after_receiving_;
+  Actions at_end_;
+  std::function<void(Clock::time_point)> wait_by_parts_;
   int parts_ = 0;
   int part_ = 0;                  // 0: the whole
   int next_tag_ = 0;              // within this part

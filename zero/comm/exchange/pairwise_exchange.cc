@@ -119,7 +119,7 @@ at::Tensor PairwiseExchange::start_exchange(const Rows& rows, const at::Tensor& 
   send(
       tag, [&](int peer) { return from.row(peer); }, operation);
   if (!over_links()) {
-    operation.on_wait([self = shared_from_this(), this, tag, into, &operation] {
+    operation.before_receiving([self = shared_from_this(), this, tag, into, &operation] {
       const std::lock_guard<std::mutex> lock(mutex());
       receive(tag, into, operation);
     });
@@ -131,8 +131,8 @@ SentBytes PairwiseExchange::exchange(const at::Tensor& rows, const at::Tensor& r
                                      Operation& operation) {
   const at::Tensor into = start_exchange(rows, received, operation);
   // Not after the sends: a second level begins with what was received.
-  operation.on_received([received, into] { copy_back(received, into); });
-  operation.on_success([rows] {});
+  operation.after_receiving([received, into] { copy_back(received, into); });
+  operation.at_end([rows] {});
   return sent_rows(rows);
 }
 
@@ -144,7 +144,7 @@ SentBytes PairwiseExchange::reduce(const Rows& rows, const at::Tensor& buffer,
                                    const RowValues& /*values*/, UseRows use, Operation& operation) {
   const at::Tensor received = received_in(buffer, rows);
   const at::Tensor into = start_exchange(rows, received, operation);
-  operation.on_received(
+  operation.after_receiving(
       [row = rows.row(rank()), received, into, use = std::move(use), own = rank()] {
         if (row.numel() == 0) return;
         copy_back(received, into);
@@ -156,7 +156,7 @@ SentBytes PairwiseExchange::reduce(const Rows& rows, const at::Tensor& buffer,
         summands.own = own;
         use(summands);
       });
-  operation.on_success([rows, received] {});
+  operation.at_end([rows, received] {});
   return sent_rows(rows);
 }
 
@@ -185,13 +185,13 @@ SentBytes PairwiseExchange::gather_changes(const Rows& rows, const at::Tensor& b
         return message.memory.narrow(0, 0, bytes);
       },
       operation);
-  operation.on_received([self = shared_from_this(), this, rows, received] {
+  operation.after_receiving([self = shared_from_this(), this, rows, received] {
     for (int peer = 0; peer < world_size(); ++peer) {
       if (!received[peer].defined()) continue;
       apply_changed_row(received[peer], c10::str("rank ", name_of(peer)), rows.row(peer));
     }
   });
-  operation.on_success([message] {});
+  operation.at_end([message] {});
   return sent;
 }
 
@@ -201,8 +201,8 @@ SentBytes PairwiseExchange::gather(const Rows& rows, const at::Tensor& before,
   const Rows carrier = rows.of(staged(rows.values(), /*copy=*/false));
   const at::Tensor own = carrier.row(rank());
   if (!carrier.values().is_same(rows.values())) own.copy_(rows.row(rank()));
-  operation.on_received([rows, carrier] { copy_back(rows.values(), carrier.values()); });
-  operation.on_success([carrier] {});
+  operation.after_receiving([rows, carrier] { copy_back(rows.values(), carrier.values()); });
+  operation.at_end([carrier] {});
   const int tag = operation.take_tags();
   if (over_links()) receive(tag, carrier, operation);
   send(
@@ -234,8 +234,8 @@ SentBytes PairwiseExchange::all_with_all(const at::Tensor& values, c10d::ReduceO
   send(
       tag, [&](int) { return own; }, operation);
   receive(tag, all, operation);
-  operation.on_received([values, all, op] { values.copy_(reduced(all, op)); });
-  operation.on_success([all] {});
+  operation.after_receiving([values, all, op] { values.copy_(reduced(all, op)); });
+  operation.at_end([all] {});
   return sent_to_each(bytes_of(values));
 }
 
@@ -260,10 +260,10 @@ SentBytes PairwiseExchange::recursive_doubling(const at::Tensor& values,
   doubling->result = values;
   doubling->op = op;
   doubling->known.select(0, 0).copy_(values);
-  operation.on_wait([self = shared_from_this(), this, doubling, &operation] {
+  operation.before_receiving([self = shared_from_this(), this, doubling, &operation] {
     start_doubling_step(0, doubling, operation);
   });
-  operation.on_success([doubling] {});
+  operation.at_end([doubling] {});
   SentBytes sent;
   for (const DoublingStep& step : doubling->steps) {
     if (step.sends) add_sent(step.peer, bytes_of(values), sent);
@@ -285,13 +285,14 @@ void PairwiseExchange::start_doubling_step(size_t i, const std::shared_ptr<Doubl
     if (step.sends) send_row(before, step.peer, tag, operation);
     if (step.receives) receive_row(doubling->received, step.peer, tag, operation);
   }
-  operation.on_received([self = shared_from_this(), this, i, before, step, doubling, &operation] {
-    at::Tensor known = before;
-    if (step.receives) known = doubling->received;
-    if (step.combines) known = reduced(at::stack({before, doubling->received}), doubling->op);
-    doubling->known.select(0, static_cast<int64_t>(i) + 1).copy_(known);
-    start_doubling_step(i + 1, doubling, operation);
-  });
+  operation.after_receiving(
+      [self = shared_from_this(), this, i, before, step, doubling, &operation] {
+        at::Tensor known = before;
+        if (step.receives) known = doubling->received;
+        if (step.combines) known = reduced(at::stack({before, doubling->received}), doubling->op);
+        doubling->known.select(0, static_cast<int64_t>(i) + 1).copy_(known);
+        start_doubling_step(i + 1, doubling, operation);
+      });
 }
 
 SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
@@ -314,13 +315,13 @@ SentBytes PairwiseExchange::broadcast(const at::Tensor& tensor, int source, Oper
     pass_on();
   } else {
     receive_row(carrier, (source + place - distance) % world, tag, operation);
-    operation.on_received([self = shared_from_this(), this, pass_on] {
+    operation.after_receiving([self = shared_from_this(), this, pass_on] {
       const std::lock_guard<std::mutex> lock(mutex());
       pass_on();
     });
   }
-  operation.on_received([tensor, carrier] { copy_back(tensor, carrier); });
-  operation.on_success([carrier] {});
+  operation.after_receiving([tensor, carrier] { copy_back(tensor, carrier); });
+  operation.at_end([carrier] {});
   return place == 0 ? sent_to_each(bytes_of(tensor)) : SentBytes();
 }
 

@@ -144,8 +144,8 @@ void TwoLevelExchange::in_two_levels(c10::Device device, Operation& operation,
     }
   };
   // 3
-  operation.consists_of([tried = second_levels_tried_, first_part, second_part, started,
-                         &operation](Operation::Clock::time_point start) {
+  operation.wait_by([tried = second_levels_tried_, first_part, second_part, started,
+                     &operation](Operation::Clock::time_point start) {
     std::future<void> future = started->get_future();
     operation.wait_for_thread(future, *tried);
     future.get();
@@ -311,7 +311,7 @@ SentBytes TwoLevelExchange::reduce(const Rows& rows, const at::Tensor& buffer,
     const at::Tensor& sums = buffers->encoded;
     if (format != nullptr && format->encodes_sums()) format->encode_sums(buffers->sums, sums);
     Locked(*between)->reduce(sums, buffers->between, {}, use, part);
-    part.on_success([all, buffer] {});
+    part.at_end([all, buffer] {});
   };
   in_two_levels(all.device(), operation, first, second);
   const int64_t bytes = (place_.machines - 1) * row_bytes(buffers->encoded);
@@ -331,7 +331,7 @@ void gather_packed(RowExchange& inside, const at::Tensor& rows,
   const at::Tensor packed = at::empty(places.sizes(), rows.options());
   packed.select(0, place.local).copy_(places.select(0, place.local));
   Locked(inside)->gather(packed.view({place.ranks_per_machine, -1}), {}, part);
-  part.on_received([places, packed] {
+  part.after_receiving([places, packed] {
     use_here(packed);
     places.copy_(packed);
   });
@@ -388,7 +388,7 @@ SentBytes TwoLevelExchange::exchange(const at::Tensor& rows, const at::Tensor& r
   const auto second = [between = between_, from = grouped(routed), into = grouped(received),
                        here = place_.machine](Operation& part) {
     Locked(*between)->exchange(from, into, part);
-    part.on_success([from, into, here] {
+    part.at_end([from, into, here] {
       use_here(from);
       into.select(0, here).copy_(from.select(0, here));
     });

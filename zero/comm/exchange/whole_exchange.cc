@@ -107,7 +107,7 @@ void WholeExchange::start_all_to_all(const Rows& rows, const at::Tensor& receive
     received_sizes.assign(world_size(), sent_sizes[rank()]);
     into = received.view({-1});
   }
-  operation.on_success([rows, received] {});
+  operation.at_end([rows, received] {});
   start({from, into}, operation,
         [&] { return backend().alltoall_base(into, from, received_sizes, sent_sizes); });
 }
@@ -136,7 +136,7 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
     at::Tensor received = buffer.view(from.scalar_type());
     c10d::ReduceScatterOptions options;
     options.reduceOp = c10d::ReduceOp::SUM;
-    operation.on_success([from, received] {});
+    operation.at_end([from, received] {});
     start({from, received}, operation,
           [&] { return backend()._reduce_scatter_base(received, from, options); });
     summands.own_row = received.const_data_ptr();
@@ -149,7 +149,7 @@ SentBytes WholeExchange::reduce(const Rows& rows, const at::Tensor& buffer,
     summands.own = rank();
   }
   if (own.numel() > 0) {
-    operation.on_received([summands, use = std::move(use)] { use(summands); });
+    operation.after_receiving([summands, use = std::move(use)] { use(summands); });
   }
   return sent_rows(rows);
 }
@@ -163,8 +163,8 @@ SentBytes WholeExchange::gather(const Rows& rows, const at::Tensor& /*before*/,
   const at::Tensor& values = rows.values();
   at::Tensor all = values.contiguous();
   at::Tensor own = values.select(0, rank());
-  if (!all.is_same(values)) operation.on_received([values, all] { values.copy_(all); });
-  operation.on_success([values, all] {});
+  if (!all.is_same(values)) operation.after_receiving([values, all] { values.copy_(all); });
+  operation.at_end([values, all] {});
   start({all, own}, operation, [&] { return backend()._allgather_base(all, own); });
   return sent_to_each(own_bytes(rows));
 }
@@ -178,7 +178,7 @@ SentBytes WholeExchange::all_reduce(const at::Tensor& values, c10d::ReduceOp::Re
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  operation.on_success([values] {});
+  operation.at_end([values] {});
   start({values}, operation, [&] { return backend().allreduce(tensors, options); });
   const SentBytes one = sent_to_each(1);
   const int64_t bytes = all_reduce_bytes(values);
@@ -195,7 +195,7 @@ c10::intrusive_ptr<c10d::Work> WholeExchange::start_broadcast(const at::Tensor& 
 
 void WholeExchange::gather_by_broadcasts(const Rows& rows, Operation& operation) {
   const std::vector<int64_t>& sources = rows.lengths().filled();
-  operation.on_success([rows] {});
+  operation.at_end([rows] {});
   if (sources.size() < 2 || !backend().supportsCoalescing()) {
     for (const int64_t r : sources) {
       start({rows.values()}, operation,
@@ -211,7 +211,7 @@ void WholeExchange::gather_by_broadcasts(const Rows& rows, Operation& operation)
 }
 
 SentBytes WholeExchange::broadcast(const at::Tensor& tensor, int source, Operation& operation) {
-  operation.on_success([tensor] {});
+  operation.at_end([tensor] {});
   start({tensor}, operation, [&] { return start_broadcast(tensor, source); });
   return rank() == source ? sent_to_each(bytes_of(tensor)) : SentBytes();
 }
