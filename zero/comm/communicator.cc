@@ -192,8 +192,7 @@ Pending Communicator::Impl::start(const std::string& what, const at::Tensor& val
   health->check(what);
   probe_message(what);
   // 2. Start under the lock of the exchange, with the next number: tags follow from it, so all
-  // ranks
-  //    must number their operations alike. An operation without elements takes a number, too.
+  //    ranks must number their operations alike. An operation without elements takes a number, too.
   SentBytes sent;
   std::shared_ptr<Operation> operation;
   std::exception_ptr thrown;

@@ -255,9 +255,8 @@ void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
 //   s: send()       1. If the row is not in its shared memory, s copies it there.
 //                   2. s announces (tag, offset, bytes) in its page for r. Rows are numbered in the
 //                      order of their announcements.
-//   r: find()       3. r waits until s has announced a row with this tag: by a futex on s's
-//   counter.
-//                      Every 100 ms it asks whether the connection to s has ended.
+//   r: find()       3. r waits until s has announced a row with this tag: by a futex on the counter
+//                      of s. Every 100 ms it asks whether the connection to s has ended.
 //                   4. The address is s's mapping plus the offset.
 //   r: copy(), or   5. r copies the row, or reads it in place,
 //      release()    6. and marks its number as taken in its page for s.

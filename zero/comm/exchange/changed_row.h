@@ -4,8 +4,7 @@
 // A row as a message between ranks that both have what it held before: what has changed in it
 // (kernels/row_changes.h), or the row itself where that is shorter.
 //
-//   | XXH3 of the row before, 8 bytes | bytes of the changes, 8 bytes; 0: the row | changes or row
-//   |
+//   | XXH3 of the row before, 8 bytes | bytes of changes, 8 bytes; 0: the row | changes or row |
 #pragma once
 
 #include <ATen/core/Tensor.h>
