@@ -3,7 +3,7 @@
 //
 // Ranks that meet and connect do so within the group's timeout and a second, or each gets an error
 // that names who did not take part.
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>

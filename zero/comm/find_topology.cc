@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "zero/comm/backends/shared_memory.h"
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {
@@ -25,7 +25,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr const char* kTable = "machines";
 constexpr const char* kFinal = "final";
 
-// The meeting of the ranks has its own keys in the same store: zero/rendezvous/meeting.cc.
+// The meeting of the ranks has its own keys in the same store: zero/rendezvous/rendezvous.cc.
 std::string key_of(int rank) { return "member/" + std::to_string(rank); }
 std::string refused_key(int machine) { return "refused/" + std::to_string(machine); }
 

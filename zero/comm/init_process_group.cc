@@ -29,7 +29,7 @@
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/job.h"
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 #include "zero/rendezvous/rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 

@@ -31,7 +31,7 @@
 #include "zero/comm/store_names.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/environment.h"
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <utility>
 
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {

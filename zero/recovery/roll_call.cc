@@ -17,7 +17,7 @@
 #include "zero/base/slow_wait.h"
 #include "zero/base/threads.h"
 #include "zero/rendezvous/ended_ranks.h"
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <cstdlib>
 
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "zero/base/error_text.h"
 #include "zero/rendezvous/job.h"
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {

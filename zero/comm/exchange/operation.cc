@@ -14,7 +14,7 @@
 #include "zero/base/error_text.h"
 #include "zero/base/own_thread_wait.h"
 #include "zero/base/slow_wait.h"
-#include "zero/rendezvous/meeting.h"
+#include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
 namespace {
