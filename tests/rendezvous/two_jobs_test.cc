@@ -27,7 +27,7 @@
 #include "tests/support/free_port.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/job.h"
-#include "zero/rendezvous/rounds.h"
+#include "zero/rendezvous/restart_rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
@@ -162,8 +162,8 @@ TEST_F(TwoJobsTest, TheSecondRank0TellsTheFirstThatHasNotComeYet) {
   options.port = port_;
   options.waitWorkers = false;
   const auto store = open_tcp_store("127.0.0.1", options);
-  claim_for_job(*BoundedStore::of(store, std::chrono::seconds(5))->under(prefix_of_round(0)), "",
-                2);
+  claim_for_job(
+      *BoundedStore::of(store, std::chrono::seconds(5))->under(prefix_of_restart_round(0)), "", 2);
   expect_words(start("RANK=0 WORLD_SIZE=2").rest(), {"cannot serve the store", kTwoProcesses});
   // The first one uses the same store.
   expect_words(start("TORCHELASTIC_USE_AGENT_STORE=True RANK=0 WORLD_SIZE=2").rest(),

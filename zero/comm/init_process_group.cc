@@ -30,7 +30,7 @@
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/job.h"
 #include "zero/rendezvous/rendezvous.h"
-#include "zero/rendezvous/rounds.h"
+#include "zero/rendezvous/restart_rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {
@@ -162,7 +162,7 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
 
 // Where the groups of a round begin, one after the other.
 std::string prefix_of(int64_t round, int groups) {
-  return c10::str(prefix_of_round(round), "/", groups);
+  return c10::str(prefix_of_restart_round(round), "/", groups);
 }
 
 // Rank 0 comes to the store that has its port as any other process would. If another job of that
@@ -177,7 +177,7 @@ std::string meet_other_job(const Environment& env, milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   try {
     const auto store = in_time(*open_store(env, limit, /*serves=*/false), limit, start);
-    check_job(*store->under(prefix_of_round(0)), env, store_name(env));
+    check_job(*store->under(prefix_of_restart_round(0)), env, store_name(env));
     constexpr int kOtherThan0 = 1;  // it begins no try
     Tries tries(store->under(prefix_of(0, 0)));
     meet(tries.enter(kOtherThan0, start)->under(Tries::kMeeting), env, limit, start,
@@ -248,14 +248,14 @@ c10::intrusive_ptr<BoundedStore> meet_all(const c10::intrusive_ptr<BoundedStore>
   static std::atomic<int> groups{0};
   static std::atomic<int64_t> round{0};  // that this process takes part in
   const std::string who = c10::str("init_process_group: rank ", env.rank, " of ", env.world_size);
-  const bool rounds = asking_as(who, [&] { return has_rounds(*whole, env); });
+  const bool rounds = asking_as(who, [&] { return has_restart_rounds(*whole, env); });
   while (true) {
     std::optional<Tries> tries;
     const auto store = asking_as(who, [&] {
       if (rounds && groups == 0 && (round == 0 || is_over(*whole, round))) {
-        round = enter_round(*whole, env, own_process(), round, since + timeout);
+        round = enter_restart_round(*whole, env, own_process(), round, since + timeout);
       }
-      check_job(*whole->under(prefix_of_round(round)), env, store_name(env));
+      check_job(*whole->under(prefix_of_restart_round(round)), env, store_name(env));
       // The others may have made a group, or tried to, without this rank.
       while (!env.joins && Tries::begun(*whole->under(prefix_of(round, groups + 1)))) ++groups;
       return tries.emplace(whole->under(prefix_of(round, groups)))

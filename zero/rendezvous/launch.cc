@@ -39,7 +39,7 @@
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/job.h"
 #include "zero/rendezvous/line_pipe.h"
-#include "zero/rendezvous/rounds.h"
+#include "zero/rendezvous/restart_rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 #include "zero/rendezvous/usable_cores.h"
 
@@ -473,7 +473,7 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
     const auto store = serve_store(ranks);
     const auto bounded = c10::make_intrusive<BoundedStore>(store, kStoreLimit);
     const Address address{store->getPort(), new_job()};
-    claim_for_job(*bounded->under(prefix_of_round(0)), address.job, ranks);
+    claim_for_job(*bounded->under(prefix_of_restart_round(0)), address.job, ranks);
     Parent parent(ranks, options, bounded);
     parent.start_all(address);
     return parent.run();

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/rendezvous/rounds.h"
+#include "zero/rendezvous/restart_rounds.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -23,7 +23,7 @@ constexpr const char* kRounds = "zero/rounds";  // how many were begun
 
 // Ranks of this round that came before it was begun may wait in the one before.
 void call_off(const BoundedStore& store, int64_t round) {
-  if (round > 0) Tries(store.under(prefix_of_round(round) + "/0")).call_off();
+  if (round > 0) Tries(store.under(prefix_of_restart_round(round) + "/0")).call_off();
 }
 
 // Why this rank cannot be in the round, or nothing.
@@ -37,27 +37,27 @@ std::string problem_of(BoundedStore& keys, const Environment& env, const std::st
 
 }  // namespace
 
-bool has_rounds(BoundedStore& store, const Environment& env) {
+bool has_restart_rounds(BoundedStore& store, const Environment& env) {
   return env.agent_serves_store && !env.joins &&
-         ranks_of_job(*store.under(prefix_of_round(0))) == 0;
+         ranks_of_job(*store.under(prefix_of_restart_round(0))) == 0;
 }
 
-std::string prefix_of_round(int64_t round) { return c10::str("zero/", round); }
+std::string prefix_of_restart_round(int64_t round) { return c10::str("zero/", round); }
 
-int64_t enter_round(const BoundedStore& store, const Environment& env, const std::string& own,
-                    int64_t after, Clock::time_point deadline) {
+int64_t enter_restart_round(const BoundedStore& store, const Environment& env,
+                            const std::string& own, int64_t after, Clock::time_point deadline) {
   const auto all = store.within(
       std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), kPollInterval));
   if (env.rank == 0) {
     const int64_t round = all->add(kRounds, 1);
-    claim_for_job(*all->under(prefix_of_round(round)), env.job, env.world_size);
+    claim_for_job(*all->under(prefix_of_restart_round(round)), env.job, env.world_size);
     call_off(*all, round - 1);
     return round;
   }
   std::string problem = "there is none";
   for (;; std::this_thread::sleep_for(kPollInterval)) {
     const int64_t round = all->add(kRounds, 0);
-    const auto keys = all->under(prefix_of_round(round));
+    const auto keys = all->under(prefix_of_restart_round(round));
     if (round > after && ranks_of_job(*keys) > 0) {
       problem = problem_of(*keys, env, own);
       if (problem.empty()) return round;

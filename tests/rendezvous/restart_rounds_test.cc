@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/rendezvous/rounds.h: which round of a job a process takes part in.
-#include "zero/rendezvous/rounds.h"
+// zero/rendezvous/restart_rounds.h: which round of a job a process takes part in.
+#include "zero/rendezvous/restart_rounds.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -33,7 +33,7 @@ class RoundsTest : public ::testing::Test {
  protected:
   int64_t enter(const Environment& env, const std::string& own, int64_t after = 0,
                 milliseconds limit = std::chrono::seconds(30)) {
-    return enter_round(*store_, env, own, after, Clock::now() + limit);
+    return enter_restart_round(*store_, env, own, after, Clock::now() + limit);
   }
   std::future<int64_t> entering(const Environment& env, const std::string& own) {
     return std::async(std::launch::async, [this, env, own] { return enter(env, own); });
@@ -45,14 +45,14 @@ class RoundsTest : public ::testing::Test {
 
 TEST_F(RoundsTest, AStoreOfARankAndOneThatIsClaimedHaveNone) {
   Environment env = process(0);
-  EXPECT_TRUE(has_rounds(*store_, env));
+  EXPECT_TRUE(has_restart_rounds(*store_, env));
   env.joins = true;
-  EXPECT_FALSE(has_rounds(*store_, env));
+  EXPECT_FALSE(has_restart_rounds(*store_, env));
   env = process(0);
   env.agent_serves_store = false;
-  EXPECT_FALSE(has_rounds(*store_, env));
-  claim_for_job(*store_->under(prefix_of_round(0)), "", 2);
-  EXPECT_FALSE(has_rounds(*store_, process(0)));
+  EXPECT_FALSE(has_restart_rounds(*store_, env));
+  claim_for_job(*store_->under(prefix_of_restart_round(0)), "", 2);
+  EXPECT_FALSE(has_restart_rounds(*store_, process(0)));
 }
 
 TEST_F(RoundsTest, EachProcessOfRank0BeginsOneAndTheOthersFindIt) {
