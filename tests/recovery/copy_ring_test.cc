@@ -49,16 +49,16 @@ TEST(CopyRingTest, CopiesAreOnAnotherMachineWhereThereIsOne) {
       {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 0, 0, 1, 1, 2}, {0, 0, 0, 0, 1, 2}, {0, 1, 1, 2, 1, 0, 2}};
   for (const std::vector<int>& machine_of : all) {
     const Topology topology(machine_of);
-    const std::vector<int> holders = copy_holders(topology);
+    const std::vector<int> backups = backup_ranks(topology);
     SCOPED_TRACE(topology.describe());
     const auto world = static_cast<int>(machine_of.size());
-    EXPECT_EQ(std::set<int>(holders.begin(), holders.end()).size(), machine_of.size())
+    EXPECT_EQ(std::set<int>(backups.begin(), backups.end()).size(), machine_of.size())
         << "each rank keeps one copy";
     int on_the_same = 0;
     int largest = 0;
     for (int r = 0; r < world; ++r) {
-      EXPECT_NE(holders[r], r);
-      on_the_same += topology.machine_of(holders[r]) == topology.machine_of(r) ? 1 : 0;
+      EXPECT_NE(backups[r], r);
+      on_the_same += topology.machine_of(backups[r]) == topology.machine_of(r) ? 1 : 0;
       int here = 0;
       for (int s = 0; s < world; ++s) here += topology.machine_of(s) == topology.machine_of(r);
       largest = std::max(largest, here);
@@ -72,11 +72,11 @@ TEST(CopyRingTest, EachRankReceivesItsSourcesFileAndSendsItsOwnOnce) {
     run_ranks(world_size,
               [&](const Group& group) {
                 CopyRing ring(group);
-                EXPECT_EQ(copy_holders(group.topology())[ring.source()], group.rank());
+                EXPECT_EQ(backup_ranks(group.topology())[ring.primary()], group.rank());
                 const MemoryFile own = file_of(group.rank());
                 for (int i = 0; i < 2; ++i) {
                   const MemoryFile copy = ring.exchange(own, host_bytes);
-                  const MemoryFile expected = file_of(ring.source());
+                  const MemoryFile expected = file_of(ring.primary());
                   EXPECT_TRUE(copy.bytes.equal(expected.bytes));
                   EXPECT_EQ(files_text({copy.content}), files_text({expected.content}));
                 }

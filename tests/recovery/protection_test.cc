@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// ZeroOptions::protect(): whole or not at all, what it sends, and what it refuses.
+// ZeroOptions::protect(): complete or not at all, what it sends, and what it refuses.
 #include "zero/recovery/protection.h"
 #include "zero/checkpoint/file_exchange.h"
 
@@ -25,7 +25,7 @@
 #include "tests/support/training.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/mesh.h"
-#include "zero/recovery/gather_generation.h"
+#include "zero/recovery/gather_snapshot.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -40,22 +40,22 @@ FileToSave file_of(int rank, const at::Tensor& master) {
 
 std::string no_failure() { return {}; }
 
-TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
+TEST(ProtectionTest, ASnapshotIsAddedCompleteAndReadsAsACheckpoint) {
   run_ranks(3, [](const Group& group) {
-    const auto generations = std::make_shared<Generations>();
-    Protection protection(group, generations, 0, no_failure);
+    const auto snapshots = std::make_shared<Snapshots>();
+    Protection protection(group, snapshots, 0, no_failure);
     const at::Tensor master = values(group.rank());
     OwnThreadWait limit("the test waits for its thread", group.timeout());
     protection.begin({}, file_of(group.rank(), master))->wait(0, limit);
     master.fill_(-1);  // as the next step does
     EXPECT_EQ(protection.finish(), "");
-    ASSERT_EQ(generations->all().size(), 1U);
-    const auto generation = generations->all()[0];
-    const int source = (group.rank() + 2) % 3;
-    ASSERT_EQ(generation->files.size(), 2U);
-    for (const int rank : {group.rank(), source}) {
-      const MemoryFile& file = generation->files.at(rank);
-      Manifest manifest = generation->manifest;
+    ASSERT_EQ(snapshots->all().size(), 1U);
+    const auto snapshot = snapshots->all()[0];
+    const int primary = (group.rank() + 2) % 3;
+    ASSERT_EQ(snapshot->files.size(), 2U);
+    for (const int rank : {group.rank(), primary}) {
+      const MemoryFile& file = snapshot->files.at(rank);
+      Manifest manifest = snapshot->manifest;
       add_files({file.content}, manifest);
       CheckpointReader reader("memory", manifest, [&](const ManifestFile& about) {
         return std::make_unique<MemoryReader>(about.name, about.bytes,
@@ -69,10 +69,10 @@ TEST(ProtectionTest, AGenerationIsAddedWholeAndReadsAsACheckpoint) {
   });
 }
 
-TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
+TEST(ProtectionTest, AnUnfinishedSnapshotNeverReplacesAFinishedOne) {
   run_ranks(2, [](const Group& group) {
-    const auto generations = std::make_shared<Generations>();
-    Protection protection(group, generations, 0, no_failure);
+    const auto snapshots = std::make_shared<Snapshots>();
+    Protection protection(group, snapshots, 0, no_failure);
     protection.begin({}, file_of(group.rank(), values(1)));
     ASSERT_EQ(protection.finish(), "");
     // Rank 1 ends in the middle of the second one.
@@ -83,9 +83,9 @@ TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
     }
     const std::string problem = protection.finish();
     EXPECT_EQ(problem.empty(), group.rank() == 1) << problem;
-    ASSERT_EQ(generations->all().size(), 1U);
-    EXPECT_EQ(generations->all()[0]->number, 0);
-    EXPECT_EQ(generations->all()[0]->files.size(), 2U);
+    ASSERT_EQ(snapshots->all().size(), 1U);
+    EXPECT_EQ(snapshots->all()[0]->number, 0);
+    EXPECT_EQ(snapshots->all()[0]->files.size(), 2U);
   });
 }
 
@@ -93,14 +93,14 @@ TEST(ProtectionTest, AnUnfinishedGenerationNeverReplacesAFinishedOne) {
 // of the restored step with it.
 TEST(ProtectionTest, TheFirstOneBehindARecoveryReplacesNoneUntilItIsWhole) {
   run_ranks(2, [](const Group& group) {
-    const auto generations = std::make_shared<Generations>();
+    const auto snapshots = std::make_shared<Snapshots>();
     std::vector<size_t> held;
     for (const int recovery : {0, 1}) {
-      Protection protection(group, generations, recovery, no_failure);
+      Protection protection(group, snapshots, recovery, no_failure);
       for (const double value : {1, 2}) {
         protection.begin({}, file_of(group.rank(), values(value)));
         ASSERT_EQ(protection.finish(), "");
-        held.push_back(generations->all().size());
+        held.push_back(snapshots->all().size());
       }
     }
     EXPECT_EQ(held, (std::vector<size_t>{1, 2, 3, 2}));
@@ -109,9 +109,9 @@ TEST(ProtectionTest, TheFirstOneBehindARecoveryReplacesNoneUntilItIsWhole) {
 
 TEST(ProtectionTest, WhatIsCopiedBehindAFailureIsLeftOut) {
   run_ranks(2, [](const Group& group) {
-    const auto generations = std::make_shared<Generations>();
+    const auto snapshots = std::make_shared<Snapshots>();
     std::atomic<bool> fails = false;
-    Protection protection(group, generations, 0,
+    Protection protection(group, snapshots, 0,
                           [&] { return std::string(fails ? "a link went down" : ""); });
     protection.begin({}, file_of(group.rank(), values(1)));
     ASSERT_EQ(protection.finish(), "");
@@ -119,7 +119,7 @@ TEST(ProtectionTest, WhatIsCopiedBehindAFailureIsLeftOut) {
     protection.begin({}, file_of(group.rank(), values(2)));
     EXPECT_EQ(protection.finish(), "the copy of a protected step failed: a link went down");
     EXPECT_TRUE(protection.connection_failed());
-    EXPECT_EQ(generations->all().size(), 1U);
+    EXPECT_EQ(snapshots->all().size(), 1U);
   });
 }
 
@@ -137,7 +137,7 @@ TEST(ProtectionTest, ARankThatCannotCopyEndsTheWaitsOfTheOthersAtOnce) {
         world_size,
         [&](const Group& group) {
           const bool fails = group.rank() == 1;
-          Protection protection(group, std::make_shared<Generations>(), 0, [&]() -> std::string {
+          Protection protection(group, std::make_shared<Snapshots>(), 0, [&]() -> std::string {
             if (fails) throw std::bad_alloc();
             return {};
           });
@@ -257,8 +257,8 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
   std::latch here(kRanks), counted(kRanks), done(kRanks);
   run_ranks(kRanks,
             [&](const Group& group) {
-              const auto generations = std::make_shared<Generations>();
-              Protection protection(group, generations, 0, no_failure);
+              const auto snapshots = std::make_shared<Snapshots>();
+              Protection protection(group, snapshots, 0, no_failure);
               Manifest manifest;
               manifest.metadata["long"] = std::string(kBytes, 'x');
               protection.begin(manifest, file_of(group.rank(), values(1)));
@@ -273,9 +273,8 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
               here.arrive_and_wait();
               const int64_t before = sent_by_all();
               counted.arrive_and_wait();
-              const auto reader =
-                  gather_generation(*control, group, *generations, {0, 0, {0, 1, 2, 3}},
-                                    [](const ManifestTensor&) { return false; });
+              const auto reader = gather_snapshot(*control, group, *snapshots, {0, 0, {0, 1, 2, 3}},
+                                                  [](const ManifestTensor&) { return false; });
               EXPECT_EQ(reader->manifest().metadata.at("long").size(), size_t{kBytes});
               done.arrive_and_wait();
               const double times = static_cast<double>(sent_by_all() - before) / kBytes;

@@ -18,7 +18,7 @@
 #include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
-#include "zero/recovery/gather_generation.h"
+#include "zero/recovery/gather_snapshot.h"
 
 namespace zero {
 
@@ -51,7 +51,7 @@ struct Recovery::Lifeline {
   const Group first_group;
   // The options that groups began with: equal on all ranks, as those of survivors need not be.
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> first_options;
-  const std::shared_ptr<Generations> generations = std::make_shared<Generations>();
+  const std::shared_ptr<Snapshots> snapshots = std::make_shared<Snapshots>();
   RollCall roll;
 };
 
@@ -98,9 +98,9 @@ std::string newest_text(const std::string& checkpoints) {
   }
 }
 
-Restorable choose(const std::vector<std::string>& holdings, const std::string& checkpoints) {
+CompleteSnapshot choose(const std::vector<std::string>& holdings, const std::string& checkpoints) {
   try {
-    return newest_restorable(holdings);
+    return newest_complete(holdings);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "recover(): ", error_text(error), "; start again from a checkpoint",
                 newest_text(checkpoints));
@@ -175,9 +175,9 @@ void Recovery::start(const ParamGroups& groups) {
 
 void Recovery::connect() {
   if (engine_->options.protect() == 0) return;
-  protection_ = std::make_unique<Protection>(engine_->group(), lifeline_->generations,
-                                             lifeline_->roll.calls(),
-                                             [comms = engine_->comms] { return comms->failed(); });
+  protection_ =
+      std::make_unique<Protection>(engine_->group(), lifeline_->snapshots, lifeline_->roll.calls(),
+                                   [comms = engine_->comms] { return comms->failed(); });
 }
 
 bool Recovery::protects_next() const {
@@ -275,13 +275,13 @@ RollCall::Present Recovery::leave_group() {
   }
   const auto can_restore = [](const std::vector<std::string>& holdings) {
     try {
-      newest_restorable(holdings);
+      newest_complete(holdings);
       return true;
     } catch (const c10::Error&) {
       return false;
     }
   };
-  return lifeline_->roll.call(holdings_text(*lifeline_->generations), can_restore);
+  return lifeline_->roll.call(snapshots_text(*lifeline_->snapshots), can_restore);
 }
 
 std::unique_ptr<Engine> Recovery::make_again(const Group& over) {
@@ -303,7 +303,7 @@ std::unique_ptr<Engine> Recovery::make_again(const Group& over) {
   }
 }
 
-int64_t Recovery::restore(const Generations& from, const Restorable& step, ParamGroups& groups,
+int64_t Recovery::restore(const Snapshots& from, const CompleteSnapshot& step, ParamGroups& groups,
                           const std::string& call) {
   Engine& engine = *engine_;
   failures_before_ = engine.group().failures();
@@ -311,12 +311,12 @@ int64_t Recovery::restore(const Generations& from, const Restorable& step, Param
     if (lifeline_) lifeline_->learn_groups(groups);
     connect();
     const NeededTensors needed = needed_by(engine.shards, engine.table);
-    const auto reader = gather_generation(
+    const auto reader = gather_snapshot(
         *engine.comms->control, engine.group(), from, step, [&](const ManifestTensor& t) {
           return t.kind == "buffer" || t.kind == kSharedState || needed.contains(t);
         });
     // Else it is the present step, of before a change of parameters.
-    const bool is_earlier = lifeline_ && &from == lifeline_->generations.get();
+    const bool is_earlier = lifeline_ && &from == lifeline_->snapshots.get();
     load_protected(engine, *reader, groups, call, is_earlier);
     run_.resume(reader->manifest());
     protect_at_once(groups, call);
@@ -336,14 +336,14 @@ void Recovery::join(torch::nn::Module& module, std::unique_ptr<torch::optim::Opt
       "protected step");
   TORCH_CHECK(inner != nullptr, who, "inner optimizer: expected one, got a null pointer");
   lifeline_ = std::make_shared<Lifeline>(group, *inner);
-  const RollCall::Present present = lifeline_->roll.join(holdings_text(*lifeline_->generations));
-  const Restorable step = choose(present.texts, /*checkpoints=*/{});
+  const RollCall::Present present = lifeline_->roll.join(snapshots_text(*lifeline_->snapshots));
+  const CompleteSnapshot step = choose(present.texts, /*checkpoints=*/{});
   engine_ =
       Engine::make(module, inner, lifeline_->group_of(present), options, Engine::Frozen::kAll);
   // The caller's keep the options of construction, which a schedule starts from.
   ParamGroups restored = groups;
   engine_->protocol.fail_stop(
-      [&] { restore(*lifeline_->generations, step, restored, "the constructor"); });
+      [&] { restore(*lifeline_->snapshots, step, restored, "the constructor"); });
 }
 
 RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& groups) {
@@ -368,13 +368,13 @@ RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& gr
       throw_error(is_of_communication(error), c10::str("rank ", lifeline->first_group.global_rank(),
                                                        ": recover(): ", error_text(error)));
     }
-    const Restorable step = choose(present.texts, checkpoints);
+    const CompleteSnapshot step = choose(present.texts, checkpoints);
     try {
       engine_ = make_again(lifeline->group_of(present));
       RecoveryReport report;
       report.members = present.ranks;
       engine_->protocol.fail_stop(
-          [&] { report.steps = restore(*lifeline->generations, step, groups, "recover()"); });
+          [&] { report.steps = restore(*lifeline->snapshots, step, groups, "recover()"); });
       return report;
     } catch (const c10::Error& error) {
       // One that died meanwhile is on no further list.

@@ -68,7 +68,7 @@ class Recovery {
   std::pair<FileToSave, Manifest> protected_shard(const ParamGroups& groups) const;
   // Collective. Everything as at the protected step, which is protected here, if steps are. Returns
   // its step() calls. `call` is for errors. If it throws, the communicators are closed.
-  int64_t restore(const Generations& from, const Restorable& step, ParamGroups& groups,
+  int64_t restore(const Snapshots& from, const CompleteSnapshot& step, ParamGroups& groups,
                   const std::string& call);
 
   int64_t held_bytes() const { return protection_ ? protection_->held_bytes() : 0; }

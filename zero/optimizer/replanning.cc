@@ -22,7 +22,7 @@
 #include "zero/checkpoint/host_memory.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/classes.h"
-#include "zero/recovery/gather_generation.h"
+#include "zero/recovery/gather_snapshot.h"
 
 namespace zero {
 namespace {
@@ -237,14 +237,14 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   check_same_on_all_ranks(*engine.comms->control, /*problem=*/{}, lines, call_name(change.call));
 }
 
-std::shared_ptr<Generations> Replanning::copy_shard(const ParamGroups& groups,
-                                                    const std::string& call) {
+std::shared_ptr<Snapshots> Replanning::copy_shard(const ParamGroups& groups,
+                                                  const std::string& call) {
   Engine& engine = *engine_;
   engine.record.follow_loss_scale();
-  auto result = std::make_shared<Generations>();
+  auto result = std::make_shared<Snapshots>();
   run_on_all_ranks(*engine.comms->control, call, [&] {
     auto [file, manifest] = recovery_.protected_shard(groups);
-    Generation copy;
+    Snapshot copy;
     copy.world_size = engine.comms->control->world_size();
     copy.manifest = std::move(manifest);
     copy.manifest.id = copy.id();
@@ -294,7 +294,7 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
 void Replanning::make(ParamGroups& groups, Change change) {
   const at::NoGradGuard no_grad;
   const std::string call = call_name(change.call);
-  std::shared_ptr<Generations> shard;
+  std::shared_ptr<Snapshots> shard;
   std::unique_ptr<Engine> made;
   std::exception_ptr refusal;
   engine_->protocol.fail_stop([&] {
@@ -311,7 +311,7 @@ void Replanning::make(ParamGroups& groups, Change change) {
     for (size_t g = groups.size(); g < change.groups.size(); ++g)
       groups.push_back(change.groups[g]);
   }
-  Restorable all;
+  CompleteSnapshot all;
   all.servers.resize(static_cast<size_t>(engine_->group().world_size()));
   std::iota(all.servers.begin(), all.servers.end(), 0);
   engine_->protocol.fail_stop([&] { recovery_.restore(*shard, all, groups, call); });

@@ -20,7 +20,7 @@
 
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/recovery.h"
-#include "zero/recovery/generations.h"
+#include "zero/recovery/snapshots.h"
 #include "zero/training/engine.h"
 #include "zero/zero_optimizer.h"
 
@@ -48,7 +48,7 @@ class Replanning {
   void make(ParamGroups& groups, Change change);
   void agree_on(Change& change, const ParamGroups& groups);
   // Collective. The protected step of now, of which each rank has its own file.
-  std::shared_ptr<Generations> copy_shard(const ParamGroups& groups, const std::string& call);
+  std::shared_ptr<Snapshots> copy_shard(const ParamGroups& groups, const std::string& call);
   // Collective. With the changed groups; with `groups` if a rank finds those unusable, which sets
   // `refusal`. Nothing but the destructor of the present engine may then be called.
   std::unique_ptr<Engine> make_changed(const Change& change, const ParamGroups& groups,

@@ -30,8 +30,8 @@ at::Tensor part_of(const at::Tensor& bytes, int64_t begin) {
 }
 
 struct Ring {
-  std::vector<int> holders;
-  std::vector<int> turns;  // in which each owner connects: two of one rank differ, mostly
+  std::vector<int> backups;
+  std::vector<int> turns;  // in which each primary connects: two of one rank differ, mostly
 };
 
 Ring make_ring(const Topology& topology) {
@@ -46,7 +46,7 @@ Ring make_ring(const Topology& topology) {
   const int shift = largest == world ? 1 : largest;
   Ring ring{std::vector<int>(order.size()), std::vector<int>(order.size())};
   for (int i = 0; i < world; ++i) {
-    ring.holders[order[i]] = order[(i + shift) % world];
+    ring.backups[order[i]] = order[(i + shift) % world];
     ring.turns[order[i]] = i / shift % 2;
   }
   return ring;
@@ -54,31 +54,30 @@ Ring make_ring(const Topology& topology) {
 
 }  // namespace
 
-std::vector<int> copy_holders(const Topology& topology) { return make_ring(topology).holders; }
+std::vector<int> backup_ranks(const Topology& topology) { return make_ring(topology).backups; }
 
 CopyRing::CopyRing(const Group& group) {
-  const auto [holders, turns] = make_ring(group.topology());
+  const auto [backups, turns] = make_ring(group.topology());
   const int rank = group.rank();
-  const int holder = holders[rank];
-  source_ = static_cast<int>(std::find(holders.begin(), holders.end(), rank) - holders.begin());
-  const auto connect = [&](int owner, int keeper) {
+  primary_ = static_cast<int>(std::find(backups.begin(), backups.end(), rank) - backups.begin());
+  const auto connect = [&](int primary, int backup) {
     // Errors and lines about long waits have the numbers here.
     const std::string name =
-        c10::str("copies (here rank 0 is rank ", owner, " and rank 1 is rank ", keeper, ")");
-    return group.subgroup({owner, keeper}, name)
+        c10::str("copies (here rank 0 is rank ", primary, " and rank 1 is rank ", backup, ")");
+    return group.subgroup({primary, backup}, name)
         .make_communicator("shard", Purpose::kControl, /*two_level=*/false);
   };
   // Making one waits for its ranks, so all ranks have one order. Turns keep it from being a chain.
-  const bool own_first = std::pair(turns[rank], rank) < std::pair(turns[source_], source_);
-  if (own_first) to_holder_ = connect(rank, holder);
-  from_source_ = connect(source_, rank);
-  if (!to_holder_) to_holder_ = connect(rank, holder);
+  const bool own_first = std::pair(turns[rank], rank) < std::pair(turns[primary_], primary_);
+  if (own_first) to_backup_ = connect(rank, backups[rank]);
+  from_primary_ = connect(primary_, rank);
+  if (!to_backup_) to_backup_ = connect(rank, backups[rank]);
 }
 
 void CopyRing::pass(const at::Tensor& out, const at::Tensor& in, const std::string& label) {
   Pending sent, received;
-  if (out.defined()) sent = to_holder_->broadcast(out, 0, label);
-  if (in.defined()) received = from_source_->broadcast(in, 0, label);
+  if (out.defined()) sent = to_backup_->broadcast(out, 0, label);
+  if (in.defined()) received = from_primary_->broadcast(in, 0, label);
   waiting_ = true;
   const auto at_end = c10::make_scope_exit([this] { waiting_ = false; });
   sent.wait();
@@ -104,7 +103,7 @@ MemoryFile CopyRing::exchange(const MemoryFile& own,
   for (int64_t at = 0; at < std::max(own.bytes.numel(), copy.bytes.numel()); at += kPart) {
     pass(part_of(own.bytes, at), part_of(copy.bytes, at), "copy of a shard");
   }
-  const std::string origin = "the copy of rank " + std::to_string(source_) + "'s shard";
+  const std::string origin = "the copy of rank " + std::to_string(primary_) + "'s shard";
   const auto files =
       parse_files(std::string(static_cast<const char*>(in.const_data_ptr()), in.nbytes()), origin);
   TORCH_CHECK(files.size() == 1 && files[0].about.bytes == copy.bytes.nbytes(), origin,
@@ -123,13 +122,13 @@ MemoryFile CopyRing::exchange(const MemoryFile& own,
 }
 
 void CopyRing::abort(const std::string& reason) noexcept {
-  to_holder_->abort(reason);
-  from_source_->abort(reason);
+  to_backup_->abort(reason);
+  from_primary_->abort(reason);
 }
 
 Traffic CopyRing::traffic() const {
-  // Of the other communicator this rank is no source of anything.
-  return to_holder_->traffic();
+  // The other communicator sends nothing here.
+  return to_backup_->traffic();
 }
 
 }  // namespace zero

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Each rank's connections for copies: to the rank that keeps a copy of its shard, and from the rank
-// whose shard it keeps.
+// Each rank's connections for copies: to its backup rank, which keeps a copy of its shard, and from
+// its primary, whose shard it keeps.
 #pragma once
 
 #include <atomic>
@@ -16,11 +16,11 @@
 
 namespace zero {
 
-// Returns for each rank the one that keeps its copy: another one, on another machine where there is
-// one; each rank keeps one copy. With m ranks on the largest machine, ranks in the order of
+// Returns the backup rank of each rank: another one, on another machine where there is one; each
+// rank has one primary. With m ranks on the largest machine, ranks in the order of
 // machines pass their copies m places on. If more than half of all ranks share that machine, 2 m -
 // W of them keep their copies on it.
-std::vector<int> copy_holders(const Topology& topology);
+std::vector<int> backup_ranks(const Topology& topology);
 
 class CopyRing {
  public:
@@ -28,9 +28,9 @@ class CopyRing {
   explicit CopyRing(const Group& group);
 
   // The rank whose shard this one keeps.
-  int source() const { return source_; }
+  int primary() const { return primary_; }
 
-  // Collective; on any thread, one call at a time. Sends `own`, receives the source's file and
+  // Collective; on any thread, one call at a time. Sends `own`, receives the primary's file and
   // verifies its checksums. Throws c10::Error, and is unusable from then on. Sends the file, about
   // 200 bytes for each of its pieces, and 16 bytes.
   MemoryFile exchange(const MemoryFile& own,
@@ -47,10 +47,10 @@ class CopyRing {
   // Sends `out` and receives `in`; either may be undefined.
   void pass(const at::Tensor& out, const at::Tensor& in, const std::string& label);
 
-  int source_ = 0;
+  int primary_ = 0;
   std::atomic<bool> waiting_ = false;
-  std::unique_ptr<Communicator> to_holder_;    // rank 0 is the owner, rank 1 the holder
-  std::unique_ptr<Communicator> from_source_;  // the same
+  std::unique_ptr<Communicator> to_backup_;     // rank 0 is the primary, rank 1 the backup
+  std::unique_ptr<Communicator> from_primary_;  // the same
 };
 
 }  // namespace zero

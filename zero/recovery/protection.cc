@@ -12,18 +12,18 @@
 
 namespace zero {
 
-Protection::Protection(const Group& group, std::shared_ptr<Generations> generations,
-                       int64_t recovery, std::function<std::string()> failed)
-    : generations_(std::move(generations)),
+Protection::Protection(const Group& group, std::shared_ptr<Snapshots> snapshots, int64_t recovery,
+                       std::function<std::string()> failed)
+    : snapshots_(std::move(snapshots)),
       recovery_(recovery),
       rank_(group.rank()),
       world_size_(group.world_size()),
       timeout_(group.timeout()),
       failed_(std::move(failed)),
       others_may_join_(recovery > 0) {
-  // After one of the same ranks, as where parameters change: no two generations have one number.
-  // All ranks have agreed that its last one is whole.
-  const auto before = generations_->all();
+  // After one of the same ranks, as where parameters change: no two snapshots have one number.
+  // All ranks have agreed that its last one is complete.
+  const auto before = snapshots_->all();
   if (!before.empty() && before.back()->recovery == recovery) begun_ = before.back()->number + 1;
   if (world_size_ > 1) ring_ = std::make_unique<CopyRing>(group);
   // Here a failure is one of the construction: begin() is too late for it.
@@ -57,32 +57,32 @@ std::string Protection::finish() {
   return problem_;
 }
 
-void Protection::make_whole(Generation& generation, MemoryFileWriter& writer) {
-  const auto allocate = [this](int64_t bytes) { return generations_->allocate(bytes, at::kCPU); };
+void Protection::complete(Snapshot& snapshot, MemoryFileWriter& writer) {
+  const auto allocate = [this](int64_t bytes) { return snapshots_->allocate(bytes, at::kCPU); };
   MemoryFile own = writer.finish();
-  if (ring_) generation.files.emplace(ring_->source(), ring_->exchange(own, allocate));
-  generation.files.emplace(rank_, std::move(own));
-  generations_->add(std::move(generation));
+  if (ring_) snapshot.files.emplace(ring_->primary(), ring_->exchange(own, allocate));
+  snapshot.files.emplace(rank_, std::move(own));
+  snapshots_->add(std::move(snapshot));
 }
 
 std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave file) {
   if (!ring_ && !others_may_join_) return nullptr;
   TORCH_INTERNAL_ASSERT(!made_.valid() && problem_.empty());
   // The first one replaces those of a group before this one only when it is agreed on.
-  if (begun_ > 0) generations_->keep_newest();
-  auto generation = std::make_shared<Generation>();
-  generation->recovery = recovery_;
-  generation->number = begun_++;
-  generation->world_size = world_size_;
-  manifest.id = generation->id();
-  generation->manifest = std::move(manifest);
+  if (begun_ > 0) snapshots_->keep_newest();
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->recovery = recovery_;
+  snapshot->number = begun_++;
+  snapshot->world_size = world_size_;
+  manifest.id = snapshot->id();
+  snapshot->manifest = std::move(manifest);
   auto writer = std::make_shared<MemoryFileWriter>(
-      std::move(file), generation->id(),
-      [this](int64_t bytes, c10::Device device) { return generations_->allocate(bytes, device); });
+      std::move(file), snapshot->id(),
+      [this](int64_t bytes, c10::Device device) { return snapshots_->allocate(bytes, device); });
   const std::shared_ptr<ShardCopies> copies = writer->copy();
   auto promise = std::make_shared<std::promise<std::string>>();
   made_ = promise->get_future();
-  thread_.push([this, promise, generation, writer, copies] {
+  thread_.push([this, promise, snapshot, writer, copies] {
     std::string problem;
     try {
       copies->copy_all();
@@ -90,7 +90,7 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
       // which are behind them there, are not made before it does.
       const std::string failure = failed_();
       if (!failure.empty()) throw_communication_error(failure);
-      make_whole(*generation, *writer);
+      complete(*snapshot, *writer);
     } catch (const std::exception& error) {
       problem = "the copy of a protected step failed: " + error_text(error);
       connection_failed_ = is_of_communication(error);

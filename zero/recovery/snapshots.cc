@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/recovery/generations.h"
+#include "zero/recovery/snapshots.h"
 
 #include <c10/util/Exception.h>
 
@@ -12,12 +12,12 @@
 
 namespace zero {
 
-void Generations::add(Generation generation) {
+void Snapshots::add(Snapshot snapshot) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  list_.push_back(std::make_shared<const Generation>(std::move(generation)));
+  list_.push_back(std::make_shared<const Snapshot>(std::move(snapshot)));
 }
 
-void Generations::keep_newest() {
+void Snapshots::keep_newest() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (list_.size() < 2) return;
   spare_.clear();
@@ -30,12 +30,12 @@ void Generations::keep_newest() {
   list_.erase(list_.begin(), list_.end() - 1);
 }
 
-std::vector<std::shared_ptr<const Generation>> Generations::all() const {
+std::vector<std::shared_ptr<const Snapshot>> Snapshots::all() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return list_;
 }
 
-at::Tensor Generations::allocate(int64_t bytes, c10::Device device) {
+at::Tensor Snapshots::allocate(int64_t bytes, c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto fits = [&](const MemoryFile& spare) {
     return spare.bytes.numel() == bytes && spare.device == device;
@@ -48,31 +48,31 @@ at::Tensor Generations::allocate(int64_t bytes, c10::Device device) {
   return fresh_memory(bytes, device);
 }
 
-int64_t Generations::bytes() const {
+int64_t Snapshots::bytes() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t sum = 0;
-  for (const auto& generation : list_) {
-    for (const auto& [rank, file] : generation->files) sum += file.bytes.numel();
+  for (const auto& snapshot : list_) {
+    for (const auto& [rank, file] : snapshot->files) sum += file.bytes.numel();
   }
   for (const MemoryFile& spare : spare_) sum += spare.bytes.numel();
   return sum;
 }
 
-std::string holdings_text(const Generations& generations) {
+std::string snapshots_text(const Snapshots& snapshots) {
   std::ostringstream text;
-  for (const auto& g : generations.all()) {
-    for (const auto& [rank, file] : g->files) {
-      text << g->recovery << " " << g->number << " " << g->world_size << " " << rank << "\n";
+  for (const auto& s : snapshots.all()) {
+    for (const auto& [rank, file] : s->files) {
+      text << s->recovery << " " << s->number << " " << s->world_size << " " << rank << "\n";
     }
   }
   return text.str();
 }
 
-Restorable newest_restorable(const std::vector<std::string>& holdings) {
-  // For each generation and file: the first rank that has it, or -1.
+CompleteSnapshot newest_complete(const std::vector<std::string>& texts) {
+  // For each snapshot and file: the first rank that has it, or -1.
   std::map<std::pair<int64_t, int64_t>, std::vector<int>> servers;
-  for (size_t r = 0; r < holdings.size(); ++r) {
-    std::istringstream text(holdings[r]);
+  for (size_t r = 0; r < texts.size(); ++r) {
+    std::istringstream text(texts[r]);
     int64_t recovery = 0, number = 0;
     int world_size = 0, file = 0;
     while (text >> recovery >> number >> world_size >> file) {
@@ -83,9 +83,9 @@ Restorable newest_restorable(const std::vector<std::string>& holdings) {
   }
   TORCH_CHECK(!servers.empty(),
               "no step was protected before the failure; one rank alone protects none");
-  for (auto g = servers.rbegin(); g != servers.rend(); ++g) {
-    if (std::count(g->second.begin(), g->second.end(), -1) > 0) continue;
-    return {g->first.first, g->first.second, std::move(g->second)};
+  for (auto s = servers.rbegin(); s != servers.rend(); ++s) {
+    if (std::count(s->second.begin(), s->second.end(), -1) > 0) continue;
+    return {s->first.first, s->first.second, std::move(s->second)};
   }
   const std::vector<int>& newest = servers.rbegin()->second;
   std::string lost;

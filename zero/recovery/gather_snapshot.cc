@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/recovery/gather_generation.h"
+#include "zero/recovery/gather_snapshot.h"
 
 #include <map>
 #include <string>
@@ -16,9 +16,10 @@ namespace {
 
 constexpr char kName[] = "the last protected step";
 
-// Collective. The manifest of the generation; `own` is this rank's copy of it, or null.
-Manifest gather_manifest(Communicator& control, const Generation* own, const Restorable& which) {
-  // A rank whose own copy of this generation is not whole has no manifest either.
+// Collective. The manifest of the snapshot; `own` is this rank's copy of it, or null.
+Manifest gather_manifest(Communicator& control, const Snapshot* own,
+                         const CompleteSnapshot& which) {
+  // A rank whose own snapshot is not complete has no manifest either.
   const int source = which.servers[0];
   std::string text;
   const auto texts = run_on_all_ranks(control, "recover()", [&] {
@@ -43,12 +44,12 @@ Manifest gather_manifest(Communicator& control, const Generation* own, const Res
 
 }  // namespace
 
-std::unique_ptr<CheckpointReader> gather_generation(
-    Communicator& control, const Group& group, const Generations& generations,
-    const Restorable& which, const std::function<bool(const ManifestTensor&)>& needed) {
-  std::shared_ptr<const Generation> own;
-  for (const auto& g : generations.all()) {
-    if (g->recovery == which.recovery && g->number == which.number) own = g;
+std::unique_ptr<CheckpointReader> gather_snapshot(
+    Communicator& control, const Group& group, const Snapshots& snapshots,
+    const CompleteSnapshot& which, const std::function<bool(const ManifestTensor&)>& needed) {
+  std::shared_ptr<const Snapshot> own;
+  for (const auto& snapshot : snapshots.all()) {
+    if (snapshot->recovery == which.recovery && snapshot->number == which.number) own = snapshot;
   }
   const Manifest manifest = gather_manifest(control, own.get(), which);
 
