@@ -350,11 +350,13 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
         options.optimizer);
   }
   const bool whole = options.same_bits || options.accumulate > 1 || options.gather_wire != "whole";
-  if (options.update_in_backward &&
-      (whole || (options.optimizer != "adamw" && options.optimizer != "lion"))) {
+  if (options.update_in_backward && (whole || !fused || options.dtype == c10::kHalf)) {
     return refuse(
-        "--update-in-backward: expected --optimizer adamw or lion, one micro-batch a rank, "
-        "--gather-wire whole and no --same-bits");
+        "--update-in-backward: expected --optimizer adamw or lion, --dtype float32 or bfloat16, "
+        "one micro-batch a rank, --gather-wire whole and no --same-bits, got --optimizer " +
+        options.optimizer + ", --dtype " + options.dtype_name + ", --accumulate " +
+        std::to_string(options.accumulate) + ", --gather-wire " + options.gather_wire +
+        (options.same_bits ? " and --same-bits" : ""));
   }
   if (options.split_masters && options.dtype != c10::kBFloat16) {
     return refuse("--split-masters: expected --dtype bfloat16, got " + options.dtype_name);

@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -227,13 +226,19 @@ std::string Trainer::new_checkpoint(int64_t steps) {
   return path(time);
 }
 
+std::map<std::string, std::string> Trainer::fixed_options() const {
+  return {{"batch", std::to_string(options_.batch)},
+          {"heads", std::to_string(options_.heads)},
+          {"micro-batches",
+           options_.same_bits ? std::to_string(options_.micro_batches) : "none (no --same-bits)"},
+          {"seed", std::to_string(options_.seed)},
+          {"weight-decay", c10::str(options_.weight_decay)}};
+}
+
 void Trainer::save(int64_t steps) {
-  // What a step draws from the text depends on these alone.
-  std::map<std::string, std::string> metadata = {{"step", std::to_string(steps)},
-                                                 {"batch", std::to_string(options_.batch)},
-                                                 {"seed", std::to_string(options_.seed)},
-                                                 {"text", std::to_string(data_.training_bytes())}};
-  if (options_.same_bits) metadata["micro-batches"] = std::to_string(options_.micro_batches);
+  std::map<std::string, std::string> metadata = fixed_options();
+  metadata["step"] = std::to_string(steps);
+  metadata["text"] = std::to_string(data_.training_bytes());
   optimizer_.save_checkpoint(new_checkpoint(steps), SaveOptions()
                                                         .shared_folder(!options_.own_disks)
                                                         .include("schedule", schedule_)
@@ -279,15 +284,12 @@ int64_t Trainer::resume(const std::string& checkpoint) {
     std::printf("another text than that of %s: %s bytes to train on in place of %s\n",
                 checkpoint.c_str(), bytes.c_str(), text->second.c_str());
   }
-  const auto expect = [&](const char* name, const std::string& value) {
+  for (const auto& [name, value] : fixed_options()) {
     const auto saved = report.metadata.find(name);
-    TORCH_CHECK(saved != report.metadata.end() && saved->second == value, "--", name, ": expected ",
-                saved == report.metadata.end() ? "one" : saved->second, " as in ", checkpoint,
-                ", got ", value);
-  };
-  expect("batch", std::to_string(options_.batch));
-  expect("seed", std::to_string(options_.seed));
-  if (options_.same_bits) expect("micro-batches", std::to_string(options_.micro_batches));
+    TORCH_CHECK(saved == report.metadata.end() || saved->second == value, "--", name, ": expected ",
+                saved->second, " as in ", checkpoint, ", got ", value,
+                "; go on with the options of that run, or begin another in a folder of its own");
+  }
   return std::stoll(report.metadata.at("step"));
 }
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,9 +38,8 @@ class Trainer {
   Trainer(const TrainOptions& options, const ByteDataset& data, const Group& group);
 
   // Collective. With options.resume loads the newest checkpoint in options.checkpoints and
-  // returns the step to go on with; 0 if there is none. Throws when it was made with another
-  // batch or seed, since the data would not go on where it ended; when its learning rates are
-  // those of other options; and without options.resume when there is one, which a new run would
+  // returns the step to go on with; 0 if there is none. Throws when it was made with
+  // other fixed_options() or learning rates; and without options.resume when there is one, which a new run would
   // overwrite.
   int64_t begin();
   // On a process that joined the job: sets the schedule, and returns the step to go on with.
@@ -81,6 +81,9 @@ class Trainer {
   bool traced() const { return traced_; }
 
  private:
+  // What a run does not change on its way, by its option: else it would train another function, or
+  // go on with other data, decay or bits.
+  std::map<std::string, std::string> fixed_options() const;
   // Collective. The step to go on with.
   int64_t resume(const std::string& checkpoint);
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.

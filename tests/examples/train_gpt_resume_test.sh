@@ -87,10 +87,16 @@ grep -q "resumed after step 10" "$work/out" || fail "did not repeat: $(cat "$wor
 rm -r "$work/run/step-20"
 mv "$work/run/step-20-2" "$work/run/step-20"
 
-# More text is only said.
-$program $common --data examples/train_gpt/gpt.cc --steps 20 --nproc 1 --checkpoints "$work/run" \
-  --resume --seed 7 > "$work/out" 2>&1 && fail "another seed was accepted"
-grep -q -e "--seed: expected 1 as in" "$work/out" || fail "another seed: $(cat "$work/out")"
+# What a run does not change on its way; more text is only said.
+while read -r option value expected; do
+  $program $common --data examples/train_gpt/gpt.cc --steps 20 --nproc 1 --checkpoints "$work/run" \
+    --resume $option $value > "$work/out" 2>&1 && fail "another $option was accepted"
+  grep -q -e "$option: expected $expected as in" "$work/out" || fail "$option: $(cat "$work/out")"
+done << 'END'
+--heads 2 4
+--weight-decay 0.5 0.1
+--seed 7 1
+END
 grep -q "another text than that of .*step-20: [0-9]* bytes" "$work/out" ||
   fail "more text: $(cat "$work/out")"
 

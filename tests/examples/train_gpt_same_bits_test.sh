@@ -69,6 +69,10 @@ train again --nproc 1 --checkpoints "$work/run" --resume
 $program ${common/micro-batches 12/micro-batches 6} --steps $steps --nproc 1 --checkpoints "$work/run" --resume \
   > "$work/out" 2>&1 && fail "other micro-batches were accepted"
 grep -q "micro-batches: expected 12 as in" "$work/out" || fail "other micro-batches: $(cat "$work/out")"
+$program $small --dropout 0.2 --max-norm 0.5 --steps $steps --nproc 1 --checkpoints "$work/run" --resume \
+  > "$work/out" 2>&1 && fail "a run went on without --same-bits"
+grep -q "expected 12 as in .*got none (no --same-bits)" "$work/out" ||
+  fail "without --same-bits: $(cat "$work/out")"
 
 # Another seed is another model from the first step on.
 train other --nproc 1 --seed 2
