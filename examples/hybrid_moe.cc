@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "examples/callers_folder.h"
 #include "zero/launch.h"
 #include "zero/mesh.h"
 #include "zero/zero_optimizer.h"
@@ -207,6 +208,7 @@ int main(int argc, char** argv) {
     return folder == "--help" ? 0 : 2;
   }
   try {
+    zero::examples::enter_callers_folder();
     return zero::launch_local(kRanks, [&] { return train(folder); });
   } catch (const c10::Error& error) {
     // Not what(), which adds a C++ backtrace.

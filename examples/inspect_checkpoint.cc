@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <ctime>
 #include <exception>
 #include <optional>
@@ -22,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "examples/callers_folder.h"
 #include "zero/checkpoint.h"
 
 namespace {
@@ -156,11 +156,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s", kUsage);
     return 2;
   }
-  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
-  if (const char* place = std::getenv("BUILD_WORKING_DIRECTORY")) {
-    if (chdir(place) != 0) std::perror(place);
-  }
   try {
+    zero::examples::enter_callers_folder();
     return inspect(argv[1], argc > 2 ? argv[2] : nullptr, ema);
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "inspect_checkpoint: %s\n", error.what_without_backtrace());

@@ -15,12 +15,10 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/adam.h>
 #include <torch/utils.h>
-#include <unistd.h>
 
 #include <charconv>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <memory>
@@ -29,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "examples/callers_folder.h"
 #include "zero/launch.h"
 #include "zero/zero_optimizer.h"
 
@@ -224,11 +223,8 @@ Arguments parse(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
-  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
-    if (chdir(folder) != 0) std::perror(folder);
-  }
   try {
+    zero::examples::enter_callers_folder();
     const Arguments arguments = parse(argc, argv);
     if (arguments.help) {
       std::puts("usage: splats [--ranks 2] [--steps 400] [--picture splats.ppm]");

@@ -30,7 +30,6 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adamw.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -44,6 +43,7 @@
 
 #include "examples/benchmark/meters.h"
 #include "examples/benchmark/workload.h"
+#include "examples/callers_folder.h"
 #include "examples/train_gpt/step_trace.h"
 #include "zero/checkpoint_options.h"
 #include "zero/combined_optimizer.h"
@@ -361,10 +361,6 @@ int run(const Options& options) {
 }  // namespace zero::examples
 
 int main(int argc, char** argv) {
-  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
-  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
-    if (chdir(folder) != 0) std::perror(folder);
-  }
   using zero::examples::Options;
   Options options;
   CLI::App app("Times training steps of a fixed workload on local ranks.");
@@ -427,6 +423,7 @@ int main(int argc, char** argv) {
   app.add_flag("--json", options.json, "One JSON line instead of a table");
   CLI11_PARSE(app, argc, argv);
   try {
+    zero::examples::enter_callers_folder();
     return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "benchmark: %s\n", error.what_without_backtrace());

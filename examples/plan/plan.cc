@@ -26,7 +26,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <map>
@@ -36,6 +35,7 @@
 #include <utility>
 #include <vector>
 
+#include "examples/callers_folder.h"
 #include "examples/plan/plan_figures.h"
 
 namespace zero::examples {
@@ -342,10 +342,6 @@ void add_options(CLI::App& app, Options& options) {
 int run(Options options) {
   if (!options.shapes.empty()) {
     options.model = std::filesystem::path(options.shapes).filename();
-    // `bazel run` starts programs elsewhere.
-    if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
-      options.shapes = std::filesystem::path(folder) / options.shapes;
-    }
   }
   options.job.dtype = kDtypes.at(options.dtype);
   options.job.plan.layout = kLayouts.at(options.layout);
@@ -379,6 +375,7 @@ int main(int argc, char** argv) {
   zero::examples::add_options(app, options);
   CLI11_PARSE(app, argc, argv);
   try {
+    zero::examples::enter_callers_folder();
     return zero::examples::run(options);
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "plan: %s\n", error.what_without_backtrace());

@@ -13,7 +13,6 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
-#include <unistd.h>
 #include <zero_libtorch_paths.h>
 
 #include <chrono>
@@ -22,6 +21,7 @@
 #include <exception>
 #include <string>
 
+#include "examples/callers_folder.h"
 #include "examples/train_gpt/byte_dataset.h"
 #include "examples/train_gpt/memory_table.h"
 #include "examples/train_gpt/run_report.h"
@@ -227,11 +227,8 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // `bazel run` starts programs elsewhere; paths mean what they meant to the user.
-  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY")) {
-    if (chdir(folder) != 0) std::perror(folder);
-  }
   try {
+    zero::examples::enter_callers_folder();
     return run(argc, argv);
   } catch (const c10::Error& error) {
     // Not what(), which adds a C++ backtrace.

@@ -147,11 +147,11 @@ class CallersFolderTest(unittest.TestCase):
     """`bazel run` starts programs in another folder than the caller's."""
 
     def test_files_are_written_to_it(self):
-        for program, ranks, option in (("splats", "--ranks", "--picture"),
-                                       ("benchmark/benchmark", "--nproc", "--trace")):
+        steps = (1, "--steps", 3)
+        for program, *arguments in (("splats", "--ranks", *steps, "--picture"), ("hybrid_moe",),
+                                    ("benchmark/benchmark", "--nproc", *steps, "--trace")):
             with tempfile.TemporaryDirectory() as folder:
-                done = run(program, ranks, 1, "--steps", 3, option, "file",
-                           BUILD_WORKING_DIRECTORY=folder)
+                done = run(program, *arguments, "file", BUILD_WORKING_DIRECTORY=folder)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertEqual(os.listdir(folder), ["file"], program)
 
