@@ -168,6 +168,7 @@ class Run {
     line["workload"] = options_.workload;
     line["device"] = options_.device;
     line["world"] = optimizer_->group().world_size();
+    line["threads"] = at::get_num_threads();
     line["stage"] = options_.stage;
     line["steps"] = options_.steps;
     line["median_ms"] = largest(median(times));
@@ -340,6 +341,8 @@ void print_table(const nlohmann::json& line) {
 }
 
 int run(const Options& options) {
+  // A single rank is this process, whose OpenMP has read its environment before main().
+  at::set_num_threads(std::max(1, std::atoi(std::getenv("OMP_NUM_THREADS"))));
   InitOptions init{.nccl = options.transport == "nccl", .shared_memory = !options.sockets};
   if (options.device == "cpu") init.device = at::kCPU;
   const Group group = init_process_group(init);
@@ -424,6 +427,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     zero::examples::enter_callers_folder();
+    setenv("OMP_NUM_THREADS", "1", /*overwrite=*/0);  // else every rank has its share of the cores
     return zero::launch_local(options.nproc, [&] { return zero::examples::run(options); });
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "benchmark: %s\n", error.what_without_backtrace());

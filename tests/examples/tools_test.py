@@ -156,6 +156,17 @@ class CallersFolderTest(unittest.TestCase):
                 self.assertEqual(os.listdir(folder), ["file"], program)
 
 
+class BenchmarkTest(unittest.TestCase):
+    def test_a_rank_has_one_thread_unless_the_environment_says_otherwise(self):
+        for variables, threads in ({}, 1), ({"OMP_NUM_THREADS": "2"}, 2):
+            environment = {name: value for name, value in os.environ.items()
+                           if name != "OMP_NUM_THREADS"} | variables
+            done = subprocess.run([EXAMPLES / "benchmark/benchmark", "--nproc", "1", "--steps", "1",
+                                   "--json"], env=environment, capture_output=True, text=True,
+                                  timeout=150)
+            self.assertEqual(json.loads(done.stdout)["threads"], threads, done.stderr)
+
+
 class HybridMoeTest(unittest.TestCase):
     def test_every_expert_has_a_name_of_its_own_in_a_checkpoint(self):
         with tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR")) as parent:
