@@ -130,13 +130,13 @@ nlohmann::ordered_json report(const Options& options) {
   const ModelShape model =
       options.shapes.empty() ? model_shape(options.model) : read_shapes(options.shapes);
   const Plan plan = plan_job(model, options.job);
-  const PlanFigures figures = plan_figures(
-      plan, {.stage = options.job.stage,
-             .state_bytes = adam_state_bytes(kMoments.at(options.moments)),
-             .ema = options.ema,
-             .split_masters = options.split_masters && options.job.dtype == c10::kBFloat16,
-             .gradient_shard_dtype = kDtypes.at(options.gradient_shards),
-             .update_in_backward = options.update_in_backward});
+  const PlanFigures figures =
+      plan_figures(plan, {.stage = options.job.stage,
+                          .state_bytes = adam_state_bytes(kMoments.at(options.moments)),
+                          .ema = options.ema,
+                          .split_masters = options.split_masters,
+                          .gradient_shard_dtype = kDtypes.at(options.gradient_shards),
+                          .update_in_backward = options.update_in_backward});
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -344,6 +344,10 @@ int run(Options options) {
     options.model = std::filesystem::path(options.shapes).filename();
   }
   options.job.dtype = kDtypes.at(options.dtype);
+  TORCH_CHECK(
+      !options.split_masters || (options.dtype == "bfloat16" && options.layout != "per_parameter"),
+      "--split-masters: expected --dtype bfloat16 and a --layout of views, got ", options.dtype,
+      " and ", options.layout);
   options.job.plan.layout = kLayouts.at(options.layout);
   options.job.plan.on_gpu = options.device == "cuda";
   if (options.bucket_mb) {

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "examples/train_gpt/train_options.h"
 
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
@@ -46,6 +48,13 @@ CLI::Validator number(double low, double high, const std::string& expected) {
         return parsed && value >= low && value <= high ? ""
                                                        : "expected " + expected + ", got " + text;
       },
+      "");
+}
+
+// An empty one, as of a variable that is not set, would switch its option off.
+CLI::Validator path() {
+  return CLI::Validator(
+      [](std::string& text) { return text.empty() ? "expected a path, got an empty text" : ""; },
       "");
 }
 
@@ -213,6 +222,7 @@ void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
   auto* folder =
       app.add_option("--checkpoints", options.checkpoints,
                      "Folder that all ranks share; SIGTERM and Ctrl-C save there and end")
+          ->check(path())
           ->type_name("DIR")
           ->group(group);
   app.add_option("--save-every", options.save_every, "Steps between two checkpoints")
@@ -258,14 +268,17 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
   const std::string group = "Reports";
   app.add_option("--log", options.log,
                  "Write one JSON object a step to this file; a run that goes on adds to it")
+      ->check(path())
       ->type_name("FILE")
       ->group(group);
   app.add_option("--metrics", options.metrics,
                  "Write the same to steps-<first step>.jsonl in this folder, for plot_metrics.py")
+      ->check(path())
       ->type_name("DIR")
       ->group(group);
   auto* trace = app.add_option("--trace", options.trace,
                                "Write a Chrome trace of some steps of rank 0 to this file")
+                    ->check(path())
                     ->type_name("FILE")
                     ->group(group);
   app.add_option("--trace-steps", options.trace_steps, "Steps in it, from the third of the run on")
@@ -275,6 +288,7 @@ void add_report_options(CLI::App& app, TrainOptions& options) {
       ->group(group);
   app.add_option("--report", options.report,
                  "Write a page with curves, memory, owners, a traced step and samples to this file")
+      ->check(path())
       ->type_name("FILE.html")
       ->group(group);
   app.add_option("--validate-every", options.validate_every,
@@ -344,6 +358,9 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
   if (options.moments != Moments::kFloat32 && !fused && options.optimizer != "muon") {
     return refuse("--moments: expected --optimizer adamw, lion or muon, got " + options.optimizer);
   }
+  if (app.count("--muon-lr") > 0 && options.optimizer != "muon") {
+    return refuse("--muon-lr: expected --optimizer muon, got " + options.optimizer);
+  }
   if (options.split_masters && !fused) {
     return refuse(
         "--split-masters: expected --optimizer adamw or lion, which have fused kernels, got " +
@@ -372,17 +389,27 @@ std::optional<int> parse_train_options(int argc, char** argv, TrainOptions& opti
                   ", got " + std::to_string(options.width));
   }
   options.listing = app.config_to_str(/*default_also=*/true);
+  std::map<std::string, std::string> option_of;
   for (const auto& [name, file] : {std::pair("--log", options.log),
                                    {"--trace", options.trace},
                                    {"--report", options.report}}) {
-    if (!file.empty() && !std::ofstream(file, std::ios::app)) {
+    if (file.empty()) continue;
+    if (const auto [other, is_new] = option_of.emplace(file, name); !is_new) {
+      return refuse(std::string(name) + ": expected another file than that of " + other->second +
+                    ", got " + file);
+    }
+    if (!std::ofstream(file, std::ios::app)) {
       return refuse(std::string(name) + ": cannot write " + file);
     }
   }
-  std::error_code error;
-  if (!options.metrics.empty() && !std::filesystem::create_directories(options.metrics, error) &&
-      !std::filesystem::is_directory(options.metrics)) {
-    return refuse("--metrics: cannot make the folder " + options.metrics);
+  for (const auto& [name, folder] :
+       {std::pair("--metrics", options.metrics), {"--checkpoints", options.checkpoints}}) {
+    if (folder.empty()) continue;
+    std::error_code ignored;
+    std::filesystem::create_directories(folder, ignored);
+    if (access(folder.c_str(), W_OK | X_OK) != 0) {
+      return refuse(std::string(name) + ": cannot make or write to the folder " + folder);
+    }
   }
   if (options.sample_bytes > 0 && options.prompt.empty()) {
     return refuse("--prompt: expected some text to begin with; --sample-bytes 0 samples none");

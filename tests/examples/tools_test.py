@@ -82,6 +82,12 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(refused.returncode, 2)
         self.assertIn("--ranks-per-machine: expected a divisor of 12 ranks, got 8", refused.stderr)
 
+    def test_split_masters_are_refused_where_a_job_refuses_them(self):
+        for arguments in ("--dtype", "float16"), ("--layout", "per_parameter"):
+            refused = run("plan/plan", "--model", "gpt2", "--split-masters", *arguments)
+            self.assertIn("--split-masters: expected --dtype bfloat16", refused.stderr)
+            self.assertEqual(refused.returncode, 2)
+
     def test_both_numbers_of_ranks_are_refused(self):
         self.assertNotEqual(run("plan/plan", "--world", 8, "--worlds", "8,16").returncode, 0)
 

@@ -136,8 +136,30 @@ $program ${common/--sample-bytes 0/--sample-bytes 20} --steps 10 --prompt "Or el
 [ "$(grep -c "^sample" "$work/out")" -eq 3 ] || fail "three samples: $(cat "$work/out")"
 [ "$(grep -c "^Or else" "$work/out")" -eq 3 ] || fail "samples of a prompt: $(cat "$work/out")"
 
-$program $common --steps 2 --trace "$work/no/such/folder.json" > "$work/out" 2>&1
-[ $? -eq 2 ] && grep -q "cannot write" "$work/out" || fail "a trace that cannot be written: $(cat "$work/out")"
+# What cannot be written or used is said before there are ranks.
+while read -r expected; do
+  read -r arguments
+  eval "set -- $arguments"
+  $program $common --steps 2 "$@" > "$work/out" 2>&1
+  [ $? -eq 2 ] && grep -q -e "$expected" "$work/out" || fail "$arguments: $(cat "$work/out")"
+done << 'END'
+--trace: cannot write
+--trace "$work/no/such/folder.json"
+--checkpoints: cannot make or write to the folder /proc/none
+--checkpoints /proc/none
+--metrics: cannot make or write to the folder /proc/none
+--metrics /proc/none
+--checkpoints: expected a path, got an empty text
+--checkpoints "" --resume
+--log: expected a path, got an empty text
+--log ""
+--report: expected another file than that of --log
+--log "$work/twice" --report "$work/twice"
+--muon-lr: expected --optimizer muon, got adamw
+--muon-lr 0.1
+--update-in-backward: .*--dtype float32 or bfloat16.*got .*--dtype float16
+--update-in-backward --dtype float16
+END
 # Fewer steps than it would skip: the last one is traced.
 $program $common --steps 2 --trace "$work/short.json" --accumulate 2 --dtype bfloat16 \
   --gradient-shards bfloat16 --log "$work/short.jsonl" > "$work/out" 2>&1 || fail "$(cat "$work/out")"
