@@ -20,8 +20,16 @@ NUMBERS = ("loss", "gradient_norm", "validation_loss", "ema_validation_loss")
 
 def steps_of(path):
     """{step: its entry}; the last entry of a step that was made again after a recovery."""
+    steps = {}
     with open(path, encoding="utf-8") as file:
-        return {entry["step"]: entry for entry in map(json.loads, file) if "step" in entry}
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            if "step" in entry:
+                steps[entry["step"]] = entry
+    return steps
 
 
 def compare(a, b):

@@ -6,7 +6,12 @@
 
 #include <torch/version.h>
 
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <system_error>
+#include <utility>
 
 namespace zero::examples {
 
@@ -22,15 +27,37 @@ nlohmann::ordered_json by_kind(const MemoryReport& memory) {
           {"buckets", memory.buckets}};
 }
 
+// Cuts what a run that was killed, or whose disk was full, left of a line.
+void cut_half_line(const std::string& path) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored)) return;
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  const std::streamoff size = file.tellg();
+  std::streamoff whole = size;
+  while (whole > 0 && file.seekg(whole - 1).get() != '\n') --whole;
+  if (whole != size) std::filesystem::resize_file(path, static_cast<uintmax_t>(whole));
+}
+
 }  // namespace
 
-MetricsLog::MetricsLog(const std::string& path, bool append)
-    : path_(path), file_(path, append ? std::ios::app : std::ios::trunc) {
+MetricsLog::MetricsLog(const std::string& path, bool append) : path_(path) {
+  if (append) cut_half_line(path);
+  file_.open(path, append ? std::ios::app : std::ios::trunc);
   TORCH_CHECK(file_.good(), "cannot write ", path);
 }
 
+void MetricsLog::put(const std::string& line) {
+  file_ << line + "\n" << std::flush;  // in one piece
+  if (!file_.good() && !std::exchange(failed_, true)) {
+    std::fprintf(stderr, "train_gpt: cannot write %s; nothing more is logged there\n",
+                 path_.c_str());
+  }
+}
+
 void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t first_step) {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
   nlohmann::ordered_json run = {
+      {"started", std::chrono::duration<double>(now).count()},  // seconds since 1970
       {"world_size", world_size},
       {"first_step", first_step},
       {"steps", options.steps},
@@ -47,6 +74,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"dropout", options.dropout},
       {"optimizer", options.optimizer},
       {"learning_rate", options.learning_rate},
+      {"muon_lr", options.muon_lr},
       {"warmup", options.warmup},
       {"weight_decay", options.weight_decay},
       {"max_norm", options.max_norm},
@@ -58,8 +86,7 @@ void MetricsLog::write_run(const TrainOptions& options, int world_size, int64_t 
       {"ema", options.ema},
       {"libtorch", TORCH_VERSION},
   };
-  file_ << nlohmann::ordered_json({{"run", run}}).dump() << std::endl;
-  TORCH_CHECK(file_.good(), "cannot write ", path_);
+  put(nlohmann::ordered_json({{"run", run}}).dump());
 }
 
 void MetricsLog::write(const StepMetrics& metrics) {
@@ -82,8 +109,7 @@ void MetricsLog::write(const StepMetrics& metrics) {
     line["masters_hash"] = metrics.masters->all;
     for (const auto& [name, hash] : metrics.masters->parameters) line["masters"][name] = hash;
   }
-  file_ << line.dump() << std::endl;
-  TORCH_CHECK(file_.good(), "cannot write ", path_);
+  put(line.dump());
 }
 
 }  // namespace zero::examples

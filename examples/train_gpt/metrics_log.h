@@ -22,7 +22,7 @@ namespace zero::examples {
 
 class MetricsLog {
  public:
-  // Replaces `path`, or adds to it. Throws c10::Error when it cannot be written.
+  // Replaces `path`, or adds to its whole lines. Throws c10::Error when it cannot be opened.
   explicit MetricsLog(const std::string& path, bool append = false);
 
   // The first line.
@@ -33,8 +33,12 @@ class MetricsLog {
   void write(const StepMetrics& metrics);
 
  private:
+  // A line that cannot be written is said once: a full disk must not end the training.
+  void put(const std::string& line);
+
   std::string path_;
   std::ofstream file_;
+  bool failed_ = false;
 };
 
 }  // namespace zero::examples

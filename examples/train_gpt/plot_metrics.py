@@ -18,7 +18,8 @@ from pathlib import Path
 
 
 class Run:
-    """The steps of one folder, where a later start overrides what it repeats."""
+    """The steps of one folder, where a later start overrides what it repeats. One from the first
+    step on begins another run, of which alone the steps are."""
 
     def __init__(self, folder):
         self.name = Path(folder).resolve().name
@@ -29,20 +30,28 @@ class Run:
         if not files:
             sys.exit(f"plot_metrics: expected steps-*.jsonl in {folder}, as train_gpt --metrics "
                      f"{folder} writes them")
+        starts = []  # of the program: its line of what is run, and its steps
         for path in files:
             with open(path) as file:
                 for line in file:
                     if line.endswith("\n"):  # a run that was killed may leave half a line
-                        self._add(json.loads(line))
+                        entry = json.loads(line)
+                        if "run" in entry:
+                            starts.append([])
+                        starts[-1].append(entry)
+        for start in sorted(starts, key=lambda entries: entries[0]["run"].get("started", 0)):
+            for entry in start:
+                self._add(entry)
         self.steps = dict(sorted(self.steps.items()))
         if not self.steps:
             sys.exit(f"plot_metrics: expected at least one step in {folder}, got none")
 
     def _add(self, entry):
         if "run" in entry:
-            self.configuration = self.configuration or entry["run"]
-            if entry["run"]["first_step"] > 0:
-                self.restarts.append(entry["run"]["first_step"])
+            first = entry["run"]["first_step"]
+            self.steps = {step: line for step, line in self.steps.items() if step <= first}
+            self.restarts = [*self.restarts, first] if first else []
+            self.configuration = self.configuration if first else entry["run"]
         else:
             self.steps[entry["step"]] = entry
 

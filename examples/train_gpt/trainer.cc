@@ -312,8 +312,8 @@ std::vector<MetricsLog> Trainer::open_logs(int64_t first_step, bool append) cons
   if (metrics_->rank() != 0) return logs;
   // A run that goes on leaves what its beginning wrote.
   if (!options_.log.empty()) logs.emplace_back(options_.log, append || first_step > 0);
-  if (!options_.metrics.empty()) {
-    logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl", append);
+  if (!options_.metrics.empty()) {  // which may have a run that began at the same step
+    logs.emplace_back(options_.metrics + "/steps-" + std::to_string(first_step) + ".jsonl", true);
   }
   for (MetricsLog& log : logs) log.write_run(options_, metrics_->world_size(), first_step);
   return logs;

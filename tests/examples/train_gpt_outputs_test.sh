@@ -124,6 +124,20 @@ if python3 -c "import matplotlib" 2> /dev/null; then
     > "$work/out" 2>&1 && [ -s "$work/two.png" ] || fail "plot of two runs: $(cat "$work/out")"
 fi
 
+# A run that begins anew in a folder adds to it, and is all that is drawn then.
+$program $common --steps 2 --metrics "$work/other" --log /dev/full > "$work/out" 2>&1 ||
+  fail "a full disk ended the training: $(cat "$work/out")"
+[ "$(grep -c "cannot write /dev/full" "$work/out")" -eq 1 ] || fail "a full disk: $(cat "$work/out")"
+PYTHONPATH=examples/train_gpt python3 - "$work/other" << 'END' || fail "a new run in the folder of another"
+import json, sys
+from plot_metrics import Run
+run = Run(sys.argv[1])
+assert list(run.steps) == [1, 2] and not run.restarts, run.steps
+assert run.configuration["steps"] == 2, run.configuration
+lines = [json.loads(line) for line in open(sys.argv[1] + "/steps-0.jsonl")]
+assert [line.get("step") for line in lines] == [None, 1, 2, 3, 4, 5, 6, None, 1, 2], lines
+END
+
 # Without --batch three ranks find one that suits them; the memory of a large model is shown.
 without_batch=${common/--batch 4/}
 $program ${without_batch/--nproc 2/--nproc 3} --steps 2 > "$work/out" 2>&1 ||

@@ -76,11 +76,17 @@ done
 same_losses "$work/whole.jsonl" "$work/resumed-2.jsonl" 0 || fail "other losses on 2 ranks"
 same_losses "$work/whole.jsonl" "$work/resumed-3.jsonl" 1e-4 || fail "other losses on 3 ranks"
 
-# A step that is repeated is saved under a new name: half a checkpoint may have the old one.
+# A step that is repeated is saved under a new name: half a checkpoint may have the old one. A log
+# that has half a line, too, goes on with whole ones.
+printf '{"step":1' >> "$work/whole.jsonl"
 rm "$work/run/step-20/rank-00001.safetensors"
 before=$(ls "$work/run/step-20" | cksum)
-$program $common --steps 20 --nproc 1 --checkpoints "$work/run" --resume \
+$program $common --steps 20 --nproc 1 --checkpoints "$work/run" --resume --log "$work/whole.jsonl" \
   > "$work/out" || fail "repeating a step: $(cat "$work/out")"
+python3 -c 'import json, sys
+steps = [json.loads(line).get("step") for line in open(sys.argv[1])]
+assert steps == [None, *range(1, 21), None, *range(11, 21)], steps' "$work/whole.jsonl" ||
+  fail "half a line in a log"
 grep -q "resumed after step 10" "$work/out" || fail "did not repeat: $(cat "$work/out")"
 [ -e "$work/run/step-20-2/manifest.json" ] || fail "no checkpoint of the repeated step"
 [ "$before" = "$(ls "$work/run/step-20" | cksum)" ] || fail "half a checkpoint was replaced"
