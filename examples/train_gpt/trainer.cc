@@ -367,7 +367,10 @@ void Trainer::report_step(StepMetrics metrics) {
   if (options_.same_bits && (last || metrics.step % kHashEvery == 0)) {
     metrics.masters = hash_masters();
   }
-  // Rank 0 may have died in this step before others, or have joined: all it knows is the number.
+  const bool save_now = last || metrics.step % options_.save_every == 0;
+  if (!options_.checkpoints.empty() && save_now) save(metrics.step);
+  // Behind the save, which a report that fails must not cost. Rank 0 may have died in this step
+  // before others, or have joined: all it knows is the number.
   const bool is_known = metrics.tokens > 0;
   if (progress_ && is_known) progress_->show(metrics);
   const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
@@ -376,8 +379,6 @@ void Trainer::report_step(StepMetrics metrics) {
   for (MetricsLog& log : logs_) {
     if (is_known) log.write(metrics);
   }
-  const bool save_now = last || metrics.step % options_.save_every == 0;
-  if (!options_.checkpoints.empty() && save_now) save(metrics.step);
 }
 
 void Trainer::measure_beginning(int64_t steps) {
