@@ -124,16 +124,11 @@ at::Tensor Trainer::loss(const Sequences& sequences) {
   return at::cross_entropy_loss(logits.flatten(0, 1), sequences.targets.to(device_).flatten());
 }
 
-double Trainer::mean_over_ranks(double value) {
-  const at::Tensor sum = at::full({1}, value, at::kDouble);
-  metrics_->all_reduce_sum(sum, "mean of a loss").wait();
-  return sum.item<double>() / metrics_->world_size();
-}
-
-double Trainer::sum_over_parts(const at::Tensor& values) {
-  metrics_->all_reduce_sum(values, "losses of parts").wait();
-  const auto* parts = values.const_data_ptr<double>();
-  return std::accumulate(parts, parts + values.numel(), 0.0);
+std::vector<double> Trainer::sum_over_ranks(const at::Tensor& values) {
+  const at::Tensor sums = values.cpu();  // which waits for the device
+  metrics_->all_reduce_sum(sums, "sums over ranks").wait();
+  const auto* first = sums.const_data_ptr<double>();
+  return {first, first + sums.numel()};
 }
 
 MastersHash Trainer::hash_masters() {
@@ -142,17 +137,14 @@ MastersHash Trainer::hash_masters() {
   return hash;
 }
 
-StepMetrics Trainer::train_step(int64_t step) {
-  const auto start = std::chrono::steady_clock::now();
-  RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
-  StepMetrics metrics;
+at::Tensor Trainer::backward(int64_t step) {
   // The parts of the batch follow one another, those of this rank too.
   const int64_t parts =
       options_.same_bits ? options_.micro_batches : metrics_->world_size() * options_.accumulate;
   const int64_t own = metrics_->rank() * options_.accumulate;
   const auto places =
       options_.same_bits ? optimizer_.micro_batches() : c10::irange(own, own + options_.accumulate);
-  const at::Tensor losses = at::zeros({parts}, at::kDouble);
+  const at::Tensor losses = at::zeros({parts + 1}, at::dtype(at::kDouble).device(device_));
   for (const int64_t place : places) {
     // All but the last part only add to p.grad(), and the last one sends; with same_bits each does.
     const auto guard =
@@ -167,22 +159,32 @@ StepMetrics Trainer::train_step(int64_t step) {
     // sequence after a death, so each counts as much as it has; a factor of 1 changes no bit.
     const double weight = static_cast<double>(count * parts) / static_cast<double>(options_.batch);
     optimizer_.backward(options_.same_bits ? mean : mean / options_.accumulate * weight);
-    losses[place] = mean.item<double>() * static_cast<double>(count);
+    losses[place].copy_(mean.detach().to(at::kDouble) * count);  // which waits for no device
   }
+  return losses;
+}
+
+StepMetrics Trainer::train_step(int64_t step) {
+  const auto start = std::chrono::steady_clock::now();
+  RECORD_FUNCTION("train_gpt::step", std::vector<c10::IValue>());
+  const at::Tensor losses = backward(step);
+  StepMetrics metrics;
+  metrics.step = step + 1;
   metrics.loss_scale = optimizer_.loss_scale();
   // Parameters that are updated already have no norm to be clipped by.
   const at::Tensor norm = options_.update_in_backward
                               ? at::full({}, std::nan(""), at::kDouble)
                               : optimizer_.clip_grad_norm_(options_.max_norm);
-  const bool stop_here = stop_requested();
   metrics.memory = memory_ = optimizer_.memory();
   metrics.learning_rate = optimizer_.param_groups()[0].options().get_lr();
   optimizer_.step();
   schedule_.step();
-  metrics.step = step + 1;
-  metrics.loss = sum_over_parts(losses) / static_cast<double>(options_.batch);
   // Signals come to ranks at different times; only together may they stop.
-  if (!options_.checkpoints.empty()) stop_ = mean_over_ranks(stop_here ? 1.0 : 0.0) > 0;
+  losses[-1].fill_(stop_requested() ? 1.0 : 0.0);
+  const std::vector<double> sums = sum_over_ranks(losses);
+  stop_ = sums.back() > 0;
+  metrics.loss =
+      std::accumulate(sums.begin(), sums.end() - 1, 0.0) / static_cast<double>(options_.batch);
   metrics.gradient_norm = norm.item<double>();
   metrics.skipped = optimizer_.step_skipped();
   metrics.tokens = options_.batch * options_.context;
@@ -197,15 +199,16 @@ double Trainer::validation_loss() {
   const int64_t world_size = metrics_->world_size();
   // Parts do not depend on the ranks, of which each has its share, or none.
   const int64_t parts = (total + kValidationBatch - 1) / kValidationBatch;
-  const at::Tensor losses = at::zeros({parts}, at::kDouble);
+  const at::Tensor losses = at::zeros({parts}, at::dtype(at::kDouble).device(device_));
   const int64_t end = parts * (metrics_->rank() + 1) / world_size;
   for (int64_t part = parts * metrics_->rank() / world_size; part < end; ++part) {
     const int64_t first = part * kValidationBatch;
     const int64_t count = std::min(total - first, kValidationBatch);
-    losses[part] = loss(data_.validation_sequences(total, first, count)).item<double>() *
-                   static_cast<double>(count);
+    const at::Tensor mean = loss(data_.validation_sequences(total, first, count));
+    losses[part].copy_(mean.to(at::kDouble) * count);
   }
-  return sum_over_parts(losses) / static_cast<double>(total);
+  const std::vector<double> sums = sum_over_ranks(losses);
+  return std::accumulate(sums.begin(), sums.end(), 0.0) / static_cast<double>(total);
 }
 
 // A step that is repeated may have a checkpoint, or half of one. It is not replaced, since not all
@@ -391,22 +394,29 @@ void Trainer::measure_beginning(int64_t steps) {
   }
 }
 
+void Trainer::report_protected_step(int64_t steps) {
+  if (latest_.step != steps) latest_ = {};
+  latest_.step = steps;
+  if (steps > 0) report_step(latest_);
+}
+
+void Trainer::measure_end() {
+  if (options_.same_bits && masters_hash_.empty()) hash_masters();
+  const int64_t own = optimizer_.memory().optimizer_state;
+  state_bytes_ = std::llround(sum_over_ranks(at::full({1}, own, at::kDouble))[0]);
+}
+
 bool Trainer::train(int64_t first_step) {
   begin_reports(first_step, /*recovered=*/false);
   // The first steps make buffers and connections: not what one wants to see.
   const int64_t settled = std::min(first_step + 2, options_.steps - 1);
   StepTrace trace(progress_ ? options_.trace : "", settled, options_.trace_steps,
                   device_.is_cpu() ? StepTrace::Device::kCpu : StepTrace::Device::kCuda);
-  bool ended = false;
-  for (int64_t step = first_step; !ended;) {
+  for (int64_t step = first_step;;) {
     try {
       if (!measured_) measure_beginning(step);
-      if (std::exchange(goes_back_, false)) {
-        // The protected step itself is not made again. Its validation or save may have failed.
-        if (latest_.step != step) latest_ = {};
-        latest_.step = step;
-        if (step > 0) report_step(latest_);
-      } else if (step < options_.steps) {
+      if (std::exchange(goes_back_, false)) report_protected_step(step);
+      while (step < options_.steps && !stop_) {
         trace.before_step(step);
         latest_ = train_step(step);
         report_step(latest_);
@@ -414,16 +424,11 @@ bool Trainer::train(int64_t first_step) {
           furthest_ = step;
           recoveries_ = 0;
         }
-      } else if (options_.same_bits && masters_hash_.empty()) {
-        hash_masters();
       }
-      ended = stop_ || step >= options_.steps;
-      if (!ended) continue;
-      const auto own = static_cast<double>(optimizer_.memory().optimizer_state);
-      state_bytes_ = std::llround(mean_over_ranks(own) * metrics_->world_size());
+      measure_end();
+      break;
     } catch (const CommunicationError& error) {
       step = recover(error);
-      ended = false;
     }
   }
   traced_ = trace.has_begun();

@@ -39,8 +39,8 @@ class Trainer {
 
   // Collective. With options.resume loads the newest checkpoint in options.checkpoints and
   // returns the step to go on with; 0 if there is none. Throws when it was made with
-  // other fixed_options() or learning rates; and without options.resume when there is one, which a new run would
-  // overwrite.
+  // other fixed_options() or learning rates; and without options.resume when there is one, which a
+  // new run would overwrite.
   int64_t begin();
   // On a process that joined the job: sets the schedule, and returns the step to go on with.
   int64_t join();
@@ -86,12 +86,20 @@ class Trainer {
   std::map<std::string, std::string> fixed_options() const;
   // Collective. The step to go on with.
   int64_t resume(const std::string& checkpoint);
+  // The losses of this rank's parts of step `step`'s batch, times their sequences, and 0 for those
+  // of other ranks; on the device, with one element more for a signal.
+  at::Tensor backward(int64_t step);
   // Collective. Step `step`, counted from 0. The result lacks the validation loss.
   StepMetrics train_step(int64_t step);
   // Collective. The rest of step `metrics.step`: what is reported and saved.
   void report_step(StepMetrics metrics);
   // Collective. Prints the validation loss after `steps` steps.
   void measure_beginning(int64_t steps);
+  // Collective. The protected step itself is not made again; its validation or save may have
+  // failed.
+  void report_protected_step(int64_t steps);
+  // Collective. A hash of the masters, if none was made, and state_bytes().
+  void measure_end();
   // Rank 0, unless it has: opens what it reports to, `recovered` after another rank 0 that died.
   void begin_reports(int64_t first_step, bool recovered);
   // Collective over the survivors, where `error` is being handled. The step to go on with.
@@ -106,11 +114,9 @@ class Trainer {
   void save(int64_t steps);
   // The mean loss over `sequences`, and over its graph the gradient.
   at::Tensor loss(const Sequences& sequences);
-  // Collective.
-  double mean_over_ranks(double value);
-  // Collective. Adds up values of which each is that of one rank and 0 on all others, one after the
-  // other: the same sum on any number of ranks.
-  double sum_over_parts(const at::Tensor& values);
+  // Collective. The sum of each of `values`, in double. Of a value that is 0 on all ranks but one
+  // it has the same bits on any number of ranks.
+  std::vector<double> sum_over_ranks(const at::Tensor& values);
   // Collective. Keeps the hash of all.
   MastersHash hash_masters();
 
