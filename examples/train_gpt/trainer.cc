@@ -378,7 +378,11 @@ void Trainer::report_step(StepMetrics metrics) {
   if (progress_ && is_known) progress_->show(metrics);
   const bool half_way = metrics.step == options_.steps / 10 || metrics.step == options_.steps / 2;
   if (reports && half_way && options_.sample_bytes > 0) print_sample(metrics.step);
-  if (reports && is_known && !options_.report.empty()) history_.push_back(metrics);
+  if (reports && is_known && !options_.report.empty()) {
+    // A step that was made again counts once.
+    while (!history_.empty() && history_.back().step >= metrics.step) history_.pop_back();
+    history_.push_back(metrics);
+  }
   for (MetricsLog& log : logs_) {
     if (is_known) log.write(metrics);
   }
