@@ -178,6 +178,7 @@ int train(const Arguments& arguments) {
                   -10 * std::log10(error));
       std::fflush(stdout);
     }
+    if (step == arguments.steps) break;
     optimizer.backward((splats.colors_at(mine) - wanted).square().mean());
     pull += optimizer.gradient(splats.means).norm(2, 1);
     optimizer.step();
@@ -214,6 +215,7 @@ Arguments parse(int argc, char** argv) {
       TORCH_CHECK(false, "expected --ranks, --steps or --picture, got ", name);
     }
   }
+  TORCH_CHECK(arguments.steps >= 0, "--steps: expected 0 or more, got ", arguments.steps);
   const int64_t count = kSide * kSide;
   TORCH_CHECK(arguments.ranks > 0 && count % arguments.ranks == 0,
               "--ranks: expected a divisor of the ", count, " pixels, got ", arguments.ranks);

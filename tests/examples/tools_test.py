@@ -127,6 +127,7 @@ class SplatsTest(unittest.TestCase):
                                  (("--size", 5), "expected --ranks, --steps or --picture"),
                                  (("--ranks",), "expected a value after --ranks"),
                                  (("--steps", "4oo"), "--steps: expected a whole number, got 4oo"),
+                                 (("--steps", -5), "--steps: expected 0 or more, got -5"),
                                  (("--steps", 2**40), "--steps: expected a whole number, got")):
             done = run("splats", *arguments)
             self.assertEqual(done.returncode, 1)
