@@ -32,8 +32,8 @@ constexpr const char* kHelp =
     "\n"
     "Prints what a checkpoint holds and verifies every byte of it. <folder> is a checkpoint, or a\n"
     "folder of checkpoints, of which the newest one is taken. With a second argument it also\n"
-    "writes the model into one file, which Python's safetensors reads: full masters, frozen\n"
-    "parameters and buffers; with \"ema\" averages of parameters in place of masters.\n"
+    "writes the model into one file, which Python's safetensors reads: parameters in the\n"
+    "dtype of the model, frozen ones and buffers; with \"ema\" averages in place of parameters.\n"
     "\n"
     "The exit code is 0, 1 when the checkpoint cannot be read or is damaged, and 2 for other\n"
     "arguments.\n";

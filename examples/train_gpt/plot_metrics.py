@@ -22,7 +22,8 @@ class Run:
     step on begins another run, of which alone the steps are."""
 
     def __init__(self, folder):
-        self.name = Path(folder).resolve().name
+        self.folder = Path(folder).resolve()
+        self.name = self.folder.name
         self.steps = {}
         self.restarts = []
         self.configuration = {}
@@ -65,6 +66,13 @@ class Run:
         found = [(step, line[field]) for step, line in self.steps.items()
                  if line.get(field) is not None]
         return [step for step, _ in found], [value for _, value in found]
+
+
+def name_apart(runs):
+    """Adds the parent to names of which two are equal, such as "metrics"."""
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = "-".join(run.folder.parts[-2:])
 
 
 def smooth(values):
@@ -170,11 +178,12 @@ def main():
     parser.add_argument("--tensorboard", metavar="EVENTS", help="a folder for event files")
     args = parser.parse_args()
     runs = [Run(folder) for folder in args.folders]
+    name_apart(runs)
     if args.tensorboard:
         write_events(runs, args.tensorboard)
     else:
         plot(runs, args.out)
-    print(args.out)
+    print(args.tensorboard or args.out)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ std::string sample_text(Gpt& model, const std::string& prompt, const SampleOptio
     std::transform(text.end() - time, text.end(), tokens.mutable_data_ptr<int64_t>(),
                    [](char c) { return static_cast<unsigned char>(c); });
     const at::Tensor logits = model(tokens.to(device)).select(1, time - 1) / options.temperature;
+    if (!logits.isfinite().all().item<bool>()) return text + "[not finite]";
     const at::Tensor next =
         at::multinomial(at::softmax(logits.cpu(), -1), 1, /*replacement=*/false, generator);
     text.push_back(static_cast<char>(next.item<int64_t>()));

@@ -128,14 +128,19 @@ fi
 $program $common --steps 2 --metrics "$work/other" --log /dev/full > "$work/out" 2>&1 ||
   fail "a full disk ended the training: $(cat "$work/out")"
 [ "$(grep -c "cannot write /dev/full" "$work/out")" -eq 1 ] || fail "a full disk: $(cat "$work/out")"
-PYTHONPATH=examples/train_gpt python3 - "$work/other" << 'END' || fail "a new run in the folder of another"
+mkdir "$work/second"
+cp -r "$work/metrics" "$work/second"
+PYTHONPATH=examples/train_gpt python3 - "$work/other" "$work"/{,second/}metrics << 'END' || fail "a new run in the folder of another"
 import json, sys
-from plot_metrics import Run
+from plot_metrics import Run, name_apart
 run = Run(sys.argv[1])
 assert list(run.steps) == [1, 2] and not run.restarts, run.steps
 assert run.configuration["steps"] == 2, run.configuration
 lines = [json.loads(line) for line in open(sys.argv[1] + "/steps-0.jsonl")]
 assert [line.get("step") for line in lines] == [None, 1, 2, 3, 4, 5, 6, None, 1, 2], lines
+equal = [Run(folder) for folder in sys.argv[2:]]
+name_apart(equal)
+assert equal[0].name != equal[1].name == "second-metrics", [run.name for run in equal]
 END
 
 # Without --batch three ranks find one that suits them; the memory of a large model is shown.
