@@ -7,9 +7,10 @@
 //   ./bazelw run //examples:minimal
 //
 // Expected output (the last digits differ between machines):
-//   step  0  gradient norm 0.4486
-//   step 25  gradient norm 0.3697
+//   step  0  loss 1.1302  gradient norm 0.4486
+//   step 25  loss 0.7893  gradient norm 0.3697
 //   2 ranks and one process differ by at most 6.0e-08 in a parameter
+#include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
@@ -40,8 +41,10 @@ torch::nn::Sequential make_model() {
 // The mean loss over piece `piece` of the `pieces` that step `step`'s batch is cut into;
 // they must be equally large: 48 sequences suit 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
 at::Tensor loss(torch::nn::Sequential& model, int step, int64_t piece, int64_t pieces) {
-  torch::manual_seed(step);  // every rank draws the same batch and takes its part
-  const at::Tensor x = torch::randn({kBatch, 13});
+  // Every rank draws the same batch and takes its part, with a generator of its own: the global
+  // one, which dropout would use, must differ between ranks.
+  const auto random = at::make_generator<at::CPUGeneratorImpl>(step);
+  const at::Tensor x = at::randn({kBatch, 13}, random);
   const at::Tensor y = x.narrow(1, 0, 5) * x.narrow(1, 5, 5);
   return torch::mse_loss(model->forward(x.chunk(pieces)[piece]), y.chunk(pieces)[piece]);
 }
@@ -61,9 +64,9 @@ torch::nn::Sequential train_plainly() {
   return model;
 }
 
-int train() {
-  const zero::Group group = zero::init_process_group({.device = at::kCPU});
+torch::nn::Sequential train(const zero::Group& group) {
   torch::nn::Sequential model = make_model();
+  torch::manual_seed(1234 + group.rank());
   auto adamw = std::make_unique<torch::optim::AdamW>(model->parameters(), kLearningRate);
   zero::ZeroOptimizer optimizer(*model, std::move(adamw), group, zero::ZeroOptions().stage(2));
   zero::LrSchedule schedule(optimizer, zero::step_decay(/*step_size=*/20, /*gamma=*/0.5));
@@ -72,19 +75,32 @@ int train() {
   TORCH_CHECK(kBatch % pieces == 0, "minimal: expected a divisor of ", kBatch / kMicroBatches,
               " ranks, got ", group.world_size());
   for (int step = 0; step < kSteps; ++step) {
+    at::Tensor total = at::zeros({});
     for (int micro = 0; micro < kMicroBatches; ++micro) {
       const auto guard = optimizer.no_sync(micro + 1 < kMicroBatches);  // send with the last one
       const int64_t piece = group.rank() * kMicroBatches + micro;
-      optimizer.backward(loss(model, step, piece, pieces) / kMicroBatches);
+      const at::Tensor part = loss(model, step, piece, pieces) / kMicroBatches;
+      optimizer.backward(part);
+      total += part.detach();
     }
     const at::Tensor norm = optimizer.clip_grad_norm_(1.0);
     optimizer.step();  // consumes the gradients: no zero_grad()
     schedule.step();
-    if (group.rank() == 0 && step % 25 == 0) {
-      std::printf("step %2d  gradient norm %.4f\n", step, norm.item<double>());
+    if (step % 25 == 0) {
+      const at::Tensor shown =
+          zero::mean_over_ranks(total, group);  // by all ranks, or it would hang
+      if (group.rank() == 0) {
+        std::printf("step %2d  loss %.4f  gradient norm %.4f\n", step, shown.item<double>(),
+                    norm.item<double>());
+      }
     }
   }
+  return model;
+}
 
+int compare() {
+  const zero::Group group = zero::init_process_group({.device = at::kCPU});
+  torch::nn::Sequential model = train(group);
   torch::nn::Sequential reference = train_plainly();
   double gap = 0.0;
   for (size_t i = 0; i < model->parameters().size(); ++i) {
@@ -102,7 +118,7 @@ int train() {
 
 int main() {
   try {
-    return zero::launch_local(2, train);
+    return zero::launch_local(2, compare);
   } catch (const c10::Error& error) {
     // Not what(), which adds a C++ backtrace.
     std::fprintf(stderr, "minimal: %s\n", error.what_without_backtrace());
