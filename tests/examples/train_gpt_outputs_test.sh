@@ -192,4 +192,41 @@ for key in "loss", "gradient_norm":
     assert abs(short[0][key] / whole[0][key] - 1) < 0.05, (short[0], whole[0])
 assert len(lion) == 10 and lion[-1]["loss"] < lion[0]["loss"] - 0.5, lion
 END
+# Each option below leaves a number of its own in one of four runs.
+options() {
+  local name=$1
+  shift
+  $program ${common/0 --nproc 2/20 --nproc 1} --steps 2 --log "$work/$name.jsonl" \
+    --checkpoints "$work/$name" "$@" > "$work/$name.out" 2>&1 || fail "$name: $(cat "$work/$name.out")"
+}
+options muon --optimizer muon --muon-lr 0.5 --warmup 1 --heads 1 --stage 1
+options split --dtype bfloat16 --split-masters --moments int8 --gradient-shards bfloat16 --lr 0.002 --weight-decay 0.3
+options clipped --max-norm 1e-9 --weight-decay 0 --dropout 0.5 --prompt "Or else"
+options half --optimizer lamb --dtype float16
+python3 - "$work" << 'END' || fail "an option does nothing: $(tail -n 2 "$work"/{muon,split,clipped,half}.jsonl)"
+import json, pathlib, sys
+work = pathlib.Path(sys.argv[1])
+def steps(path):
+    return [json.loads(line) for line in (work / path).open()][1:]
+def manifest(name):
+    return json.loads((work / name / "step-2/manifest.json").read_text())
+plain = steps("metrics/steps-0.jsonl")
+muon, split, clipped, half = (steps(name + ".jsonl") for name in ("muon", "split", "clipped", "half"))
+assert [line["learning_rate"] for line in muon] == [0.25, 0.5], "--muon-lr, --warmup"
+assert abs(muon[0]["loss"] - plain[0]["loss"]) > 1e-5, "--heads"
+assert muon[0]["memory"]["full_gradients"] > 0 == plain[0]["memory"]["full_gradients"], "--stage"
+assert split[0]["learning_rate"] == 0.002, "--lr"
+memory = split[1]["memory"]
+working = memory["working_parameters"]  # 2 bytes each
+assert memory["master_parameters"] < 1.5 * working, "--split-masters"
+assert memory["gradient_shards"] < 1.5 * working, "--gradient-shards"
+assert memory["optimizer_state"] < 2 * working, "--moments"
+assert [group["weight_decay"] for group in manifest("split")["groups"]] == [0.3, 0], "--weight-decay"
+assert abs(clipped[0]["loss"] - plain[0]["loss"]) > 1e-5, "--dropout"
+out = (work / "clipped.out").read_text()
+before = float(out.split("validation loss before training: ")[1].split()[0])
+assert abs(clipped[1]["validation_loss"] - before) < 1e-3, "--max-norm"
+assert len(out.split("\nsample\n")[1]) == len("Or else") + 20 + 1, "--sample-bytes"
+assert half[0]["loss_scale"] == 65536 and "lamb" in manifest("half")["optimizer"].lower(), "half"
+END
 echo "metrics, trace and plot are as they should be"
