@@ -10,7 +10,9 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "zero/checkpoint.h"
 
@@ -52,7 +54,7 @@ CLI::Validator number(double low, double high, const std::string& expected) {
 }
 
 // An empty one, as of a variable that is not set, would switch its option off.
-CLI::Validator path() {
+CLI::Validator path_that_is_not_empty() {
   return CLI::Validator(
       [](std::string& text) { return text.empty() ? "expected a path, got an empty text" : ""; },
       "");
@@ -60,260 +62,199 @@ CLI::Validator path() {
 
 CLI::Validator positive() { return number(1e-30, 1e30, "a number above 0"); }
 
+// The options under one heading of the help.
+class Heading {
+ public:
+  Heading(CLI::App& app, std::string name) : app_(app), name_(std::move(name)) {}
+
+  template <typename T>
+  CLI::Option* add(const char* name, T& value, const char* type, const std::string& help) {
+    return app_.add_option(name, value, help)->type_name(type)->group(name_);
+  }
+  CLI::Option* flag(const char* name, bool& value, const std::string& help) {
+    return app_.add_flag(name, value, help)->group(name_);
+  }
+  template <typename T>
+  CLI::Option* count(const char* name, T& value, const std::string& help, int64_t low = 1,
+                     int64_t high = 1'000'000'000) {
+    return add(name, value, "N", help)->check(whole_number(low, high));
+  }
+  CLI::Option* real(const char* name, double& value, const std::string& help,
+                    const CLI::Validator& range) {
+    return add(name, value, "X", help)->check(range);
+  }
+  // `values`: a container of them.
+  template <typename T, typename Values>
+  CLI::Option* choice(const char* name, T& value, const std::string& help, const Values& values) {
+    return add(name, value, "", help)->check(CLI::IsMember(values));
+  }
+  CLI::Option* path(const char* name, std::string& value, const char* type,
+                    const std::string& help) {
+    return add(name, value, type, help)->check(path_that_is_not_empty());
+  }
+
+ private:
+  CLI::App& app_;
+  const std::string name_;
+};
+
+using Texts = std::vector<std::string>;
+
 void add_model_options(CLI::App& app, TrainOptions& options) {
-  const std::string group = "Text and model";
+  Heading model(app, "Text and model");
   CLI::Validator existing = CLI::ExistingPath;
   existing.description("");
-  app.add_option("--data", options.data,
-                 "Files, and folders whose text files are read (default: libtorch's headers)")
+  model
+      .add("--data", options.data, "PATH",
+           "Files, and folders whose text files are read (default: libtorch's headers)")
       ->default_str("")
-      ->type_name("PATH")
-      ->check(existing)
-      ->group(group);
-  app.add_option(
-         "--init", options.init,
-         "Safetensors file, or the index of several, with the weights that the model starts "
-         "from (default: random ones)")
+      ->check(existing);
+  model
+      .add("--init", options.init, "FILE",
+           "Safetensors file, or the index of several, with the weights that the model starts "
+           "from (default: random ones)")
       ->default_str("")
-      ->type_name("FILE")
-      ->check(existing)
-      ->group(group);
-  app.add_option("--context", options.context, "Bytes in a sequence")->group(group);
-  app.add_option("--layers", options.layers, "Transformer blocks")->group(group);
-  app.add_option("--width", options.width, "Width of the model, a multiple of --heads")
-      ->group(group);
-  app.add_option("--heads", options.heads, "Attention heads of a block")->group(group);
-  app.add_option("--dropout", options.dropout, "Part of the units that training drops")
-      ->check(number(0.0, 0.99, "a number from 0 to 0.99"))
-      ->type_name("X")
-      ->group(group);
-  for (const char* name : {"--context", "--layers", "--width", "--heads"}) {
-    app.get_option(name)->check(whole_number(1))->type_name("N");
-  }
-  app.add_option("--device", options.device, "Where the model is; cuda needs --config=cuda")
-      ->type_name("")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
-      ->group(group);
-  app.add_option("--dtype", options.dtype_name, "Of parameters and gradients")
-      ->type_name("")
-      ->check(CLI::IsMember(kDtypes))
-      ->group(group);
+      ->check(existing);
+  model.count("--context", options.context, "Bytes in a sequence");
+  model.count("--layers", options.layers, "Transformer blocks");
+  model.count("--width", options.width, "Width of the model, a multiple of --heads");
+  model.count("--heads", options.heads, "Attention heads of a block");
+  model.real("--dropout", options.dropout, "Part of the units that training drops",
+             number(0.0, 0.99, "a number from 0 to 0.99"));
+  model.choice("--device", options.device, "Where the model is; cuda needs --config=cuda",
+               Texts{"cpu", "cuda"});
+  model.choice("--dtype", options.dtype_name, "Of parameters and gradients", kDtypes);
 }
 
 void add_optimisation_options(CLI::App& app, TrainOptions& options) {
-  const std::string group = "Optimisation";
-  app.add_option("--steps", options.steps, "Optimizer steps")
-      ->check(whole_number(1))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--batch", options.batch,
-                 "Sequences in a step, over all ranks and micro-batches together (default: with "
-                 "--resume that of the run, else 16, or the next multiple of ranks times "
-                 "--accumulate, or of --micro-batches)")
+  Heading optimisation(app, "Optimisation");
+  const CLI::Validator least_0 = number(0.0, 1e30, "a number of at least 0");
+  optimisation.count("--steps", options.steps, "Optimizer steps");
+  optimisation
+      .count("--batch", options.batch,
+             "Sequences in a step, over all ranks and micro-batches together (default: with "
+             "--resume that of the run, else 16, or the next multiple of ranks times "
+             "--accumulate, or of --micro-batches)")
+      ->default_str("");
+  optimisation.count("--accumulate", options.accumulate,
+                     "Micro-batches a rank computes one after another in a step");
+  auto* same_bits = optimisation.flag(
+      "--same-bits", options.same_bits,
+      "Train the same bits on any number of ranks, and log hashes of the masters");
+  optimisation
+      .count("--micro-batches", options.micro_batches,
+             "Into which the ranks cut a step's batch, at least one each (default: 12, or the "
+             "largest divisor of --batch up to 12)")
       ->default_str("")
-      ->check(whole_number(1))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--accumulate", options.accumulate,
-                 "Micro-batches a rank computes one after another in a step")
-      ->check(whole_number(1))
-      ->type_name("N")
-      ->group(group);
-  auto* same_bits =
-      app.add_flag("--same-bits", options.same_bits,
-                   "Train the same bits on any number of ranks, and log hashes of the masters")
-          ->group(group);
-  app.add_option("--micro-batches", options.micro_batches,
-                 "Into which the ranks cut a step's batch, at least one each (default: 12, or the "
-                 "largest divisor of --batch up to 12)")
-      ->default_str("")
-      ->check(whole_number(1))
-      ->needs(same_bits)
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--optimizer", options.optimizer,
-                 "muon trains the matrices of the blocks, and AdamW the rest")
-      ->check(CLI::IsMember(kLearningRates))
-      ->type_name("NAME")
-      ->group(group);
-  app.add_option("--lr", options.learning_rate,
-                 "Peak learning rate, with muon that of AdamW; 0: the optimizer's own")
-      ->check(number(0.0, 1e30, "a number of at least 0"))
-      ->type_name("X")
-      ->group(group);
-  app.add_option("--muon-lr", options.muon_lr, "Peak learning rate of the blocks' matrices by Muon")
-      ->check(positive())
-      ->type_name("X")
-      ->group(group);
-  app.add_option("--warmup", options.warmup, "Part of the steps in which the learning rate rises")
-      ->check(number(0.0, 1.0, "a number from 0 to 1"))
-      ->type_name("X")
-      ->group(group);
-  app.add_option("--weight-decay", options.weight_decay, "Of the matrices; vectors have none")
-      ->check(number(0.0, 1e30, "a number of at least 0"))
-      ->type_name("X")
-      ->group(group);
-  auto* max_norm =
-      app.add_option("--max-norm", options.max_norm, "Gradients are clipped to this norm")
-          ->check(positive())
-          ->type_name("X")
-          ->group(group);
-  app.add_option("--moments", options.moments_name,
-                 "How averages of gradients are stored, with adamw, lion and muon")
-      ->check(CLI::IsMember(kMoments))
-      ->type_name("")
-      ->group(group);
-  app.add_flag("--split-masters", options.split_masters,
-               "Keep masters of bfloat16 parameters in 2 bytes, without loss; with adamw and lion")
-      ->group(group);
-  app.add_option("--gradient-shards", options.gradient_shards,
-                 "Dtype of gradients between their reduction and the update")
-      ->check(CLI::IsMember({"float32", "bfloat16"}))
-      ->type_name("")
-      ->group(group);
-  app.add_flag(
-         "--update-in-backward", options.update_in_backward,
-         "Update parameters during the backward pass, without gradient shards and clips; with "
-         "adamw and lion")
-      ->excludes(max_norm)
-      ->group(group);
-  app.add_option("--ema", options.ema,
-                 "Keep an average of the parameters with this decay, and validate it too; 0: none")
-      ->check(number(0.0, 0.999999999, "a number from 0 on, below 1"))
-      ->type_name("X")
-      ->group(group);
-  app.add_option("--seed", options.seed, "Of the initial model, the order of the data and dropout")
-      ->check(whole_number(0))
-      ->type_name("N")
-      ->group(group);
+      ->needs(same_bits);
+  optimisation
+      .choice("--optimizer", options.optimizer,
+              "muon trains the matrices of the blocks, and AdamW the rest", kLearningRates)
+      ->type_name("NAME");
+  optimisation.real("--lr", options.learning_rate,
+                    "Peak learning rate, with muon that of AdamW; 0: the optimizer's own", least_0);
+  optimisation.real("--muon-lr", options.muon_lr,
+                    "Peak learning rate of the blocks' matrices by Muon", positive());
+  optimisation.real("--warmup", options.warmup,
+                    "Part of the steps in which the learning rate rises",
+                    number(0.0, 1.0, "a number from 0 to 1"));
+  optimisation.real("--weight-decay", options.weight_decay, "Of the matrices; vectors have none",
+                    least_0);
+  auto* max_norm = optimisation.real("--max-norm", options.max_norm,
+                                     "Gradients are clipped to this norm", positive());
+  optimisation.choice("--moments", options.moments_name,
+                      "How averages of gradients are stored, with adamw, lion and muon", kMoments);
+  optimisation.flag(
+      "--split-masters", options.split_masters,
+      "Keep masters of bfloat16 parameters in 2 bytes, without loss; with adamw and lion");
+  optimisation.choice("--gradient-shards", options.gradient_shards,
+                      "Dtype of gradients between their reduction and the update",
+                      Texts{"float32", "bfloat16"});
+  optimisation
+      .flag("--update-in-backward", options.update_in_backward,
+            "Update parameters during the backward pass, without gradient shards and clips; with "
+            "adamw and lion")
+      ->excludes(max_norm);
+  optimisation.real("--ema", options.ema,
+                    "Keep an average of the parameters with this decay, and validate it too; 0: "
+                    "none",
+                    number(0.0, 0.999999999, "a number from 0 on, below 1"));
+  optimisation.count("--seed", options.seed,
+                     "Of the initial model, the order of the data and dropout", 0);
 }
 
 void add_rank_options(CLI::App& app, TrainOptions& options) {
-  const std::string group = "Ranks";
-  app.add_option("--nproc", options.nproc,
-                 "Ranks to start here, unless torchrun, mpirun or srun started this one")
-      ->check(whole_number(1, 1024))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--threads", options.threads, "Threads of every rank")
-      ->check(whole_number(1))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--stage", options.stage,
-                 "What is split over the ranks: 1 optimizer state, 2 gradients as well")
-      ->check(CLI::IsMember({1, 2}))
-      ->type_name("")
-      ->group(group);
-  app.add_option("--gather-wire", options.gather_wire,
-                 "What ranks send of updated parameters to other machines: all of them, or what "
-                 "has changed, which is less and takes longer to make")
-      ->check(CLI::IsMember({"whole", "changes"}))
-      ->type_name("")
-      ->group(group);
-  app.add_option("--transport", options.transport,
-                 "Between GPUs; gloo also where ranks share a GPU")
-      ->check(CLI::IsMember({"nccl", "gloo"}))
-      ->type_name("")
-      ->group(group);
+  Heading ranks(app, "Ranks");
+  ranks.count("--nproc", options.nproc,
+              "Ranks to start here, unless torchrun, mpirun or srun started this one", 1, 1024);
+  ranks.count("--threads", options.threads, "Threads of every rank");
+  ranks.choice("--stage", options.stage,
+               "What is split over the ranks: 1 optimizer state, 2 gradients as well",
+               std::vector<int64_t>{1, 2});
+  ranks.choice("--gather-wire", options.gather_wire,
+               "What ranks send of updated parameters to other machines: all of them, or what "
+               "has changed, which is less and takes longer to make",
+               Texts{"whole", "changes"});
+  ranks.choice("--transport", options.transport, "Between GPUs; gloo also where ranks share a GPU",
+               Texts{"nccl", "gloo"});
 }
 
 void add_checkpoint_options(CLI::App& app, TrainOptions& options) {
-  const std::string group = "Checkpoints";
-  auto* folder =
-      app.add_option("--checkpoints", options.checkpoints,
-                     "Folder that all ranks share; SIGTERM and Ctrl-C save there and end")
-          ->check(path())
-          ->type_name("DIR")
-          ->group(group);
-  app.add_option("--save-every", options.save_every, "Steps between two checkpoints")
-      ->check(whole_number(1))
-      ->needs(folder)
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--keep", options.keep, "Checkpoints to keep, the newest ones")
-      ->check(whole_number(1))
-      ->needs(folder)
-      ->type_name("N")
-      ->group(group);
-  app.add_flag("--resume", options.resume,
-               "Go on from the newest one, on any number of ranks; without one begin")
-      ->needs(folder)
-      ->group(group);
-  app.add_flag("--own-disks", options.own_disks,
-               "The folder is on a disk of each machine, and holds the shards of its ranks")
-      ->needs(folder)
-      ->group(group);
+  Heading checkpoints(app, "Checkpoints");
+  auto* folder = checkpoints.path("--checkpoints", options.checkpoints, "DIR",
+                                  "Folder that all ranks share; SIGTERM and Ctrl-C save there and "
+                                  "end");
+  checkpoints.count("--save-every", options.save_every, "Steps between two checkpoints")
+      ->needs(folder);
+  checkpoints.count("--keep", options.keep, "Checkpoints to keep, the newest ones")->needs(folder);
+  checkpoints
+      .flag("--resume", options.resume,
+            "Go on from the newest one, on any number of ranks; without one begin")
+      ->needs(folder);
+  checkpoints
+      .flag("--own-disks", options.own_disks,
+            "The folder is on a disk of each machine, and holds the shards of its ranks")
+      ->needs(folder);
 }
 
 void add_recovery_options(CLI::App& app, TrainOptions& options) {
-  const std::string group = "Recovery";
-  auto* elastic = app.add_flag("--elastic", options.elastic,
-                               "Go on with the other ranks when one dies; ranks started by --nproc")
-                      ->group(group);
-  app.add_option("--replacements", options.replacements,
-                 "Start a process in place of each of the first so many ranks that die")
-      ->check(whole_number(0))
-      ->needs(elastic)
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--protect-every", options.protect_every,
-                 "Steps between two copies of each shard in another rank's memory")
-      ->check(whole_number(1))
-      ->needs(elastic)
-      ->type_name("N")
-      ->group(group);
+  Heading recovery(app, "Recovery");
+  auto* elastic = recovery.flag("--elastic", options.elastic,
+                                "Go on with the other ranks when one dies; ranks started by "
+                                "--nproc");
+  recovery
+      .count("--replacements", options.replacements,
+             "Start a process in place of each of the first so many ranks that die", 0)
+      ->needs(elastic);
+  recovery
+      .count("--protect-every", options.protect_every,
+             "Steps between two copies of each shard in another rank's memory")
+      ->needs(elastic);
 }
 
 void add_report_options(CLI::App& app, TrainOptions& options) {
-  const std::string group = "Reports";
-  app.add_option("--log", options.log,
-                 "Write one JSON object a step to this file; a run that goes on adds to it")
-      ->check(path())
-      ->type_name("FILE")
-      ->group(group);
-  app.add_option("--metrics", options.metrics,
-                 "Write the same to steps-<first step>.jsonl in this folder, for plot_metrics.py")
-      ->check(path())
-      ->type_name("DIR")
-      ->group(group);
-  auto* trace = app.add_option("--trace", options.trace,
-                               "Write a Chrome trace of some steps of rank 0 to this file")
-                    ->check(path())
-                    ->type_name("FILE")
-                    ->group(group);
-  app.add_option("--trace-steps", options.trace_steps, "Steps in it, from the third of the run on")
-      ->check(whole_number(1, 1000))
-      ->needs(trace)
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--report", options.report,
-                 "Write a page with curves, memory, owners, a traced step and samples to this file")
-      ->check(path())
-      ->type_name("FILE.html")
-      ->group(group);
-  app.add_option("--validate-every", options.validate_every,
-                 "Steps between measurements of the validation loss")
-      ->check(whole_number(1))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--validation-sequences", options.validation_sequences,
-                 "Held-out sequences in one such measurement")
-      ->check(whole_number(1))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--prompt", options.prompt,
-                 "Where the text sampled after 10, 50 and 100 % of the steps begins")
-      ->type_name("TEXT")
-      ->group(group);
-  app.add_option("--sample-bytes", options.sample_bytes, "Bytes of text to sample; 0: none")
-      ->check(whole_number(0))
-      ->type_name("N")
-      ->group(group);
-  app.add_option("--temperature", options.temperature,
-                 "Of the sampling: below 1 likelier text, above 1 wilder text")
-      ->check(positive())
-      ->type_name("X")
-      ->group(group);
+  Heading reports(app, "Reports");
+  reports.path("--log", options.log, "FILE",
+               "Write one JSON object a step to this file; a run that goes on adds to it");
+  reports.path("--metrics", options.metrics, "DIR",
+               "Write the same to steps-<first step>.jsonl in this folder, for plot_metrics.py");
+  auto* trace = reports.path("--trace", options.trace, "FILE",
+                             "Write a Chrome trace of some steps of rank 0 to this file");
+  reports
+      .count("--trace-steps", options.trace_steps, "Steps in it, from the third of the run on", 1,
+             1000)
+      ->needs(trace);
+  reports.path("--report", options.report, "FILE.html",
+               "Write a page with curves, memory, owners, a traced step and samples to this file");
+  reports.count("--validate-every", options.validate_every,
+                "Steps between measurements of the validation loss");
+  reports.count("--validation-sequences", options.validation_sequences,
+                "Held-out sequences in one such measurement");
+  reports.add("--prompt", options.prompt, "TEXT",
+              "Where the text sampled after 10, 50 and 100 % of the steps begins");
+  reports.count("--sample-bytes", options.sample_bytes, "Bytes of text to sample; 0: none", 0);
+  reports.real("--temperature", options.temperature,
+               "Of the sampling: below 1 likelier text, above 1 wilder text", positive());
 }
 
 int refuse(const std::string& reason) {
