@@ -531,6 +531,28 @@ TEST(ResizeRowsTest, WhatHasNoRowsIsRefused) {
   });
 }
 
+// As filters of a convolution are pruned. The split is no view of a contiguous tensor.
+TEST(ResizeRowsTest, ASplitOfMuonSeesTheOrderInMemory) {
+  run_ranks(2, [](const Group& group) {
+    at::Tensor w = random_tensor({8, 4, 3, 3}, 1).contiguous(at::MemoryFormat::ChannelsLast);
+    w.requires_grad_();
+    const auto split = [](const at::Tensor& t) {
+      return std::vector<at::Tensor>{t.permute({0, 2, 3, 1}).flatten(1)};
+    };
+    NamedTensors list;
+    list.insert("w", w);
+    ZeroOptimizer optimizer(
+        list, std::make_unique<Muon>(std::vector<at::Tensor>{w}, MuonOptions(0.02).split(split)),
+        group);
+    for (int i = 0; i < 2; ++i) {
+      optimizer.backward(w.square().sum());
+      optimizer.step();
+      if (i == 0) optimizer.resize_rows({{w, at::arange(6)}});
+    }
+    EXPECT_EQ(w.strides(), at::IntArrayRef({36, 1, 12, 4}));
+  });
+}
+
 // Matrices have one owner, which changes with the sizes.
 TEST(ResizeRowsTest, MomentumOfMuonFollowsTheOwner) {
   std::vector<at::Tensor> expected;

@@ -106,12 +106,14 @@ std::vector<RowSources> sources_of(const Engine& engine, const std::vector<Resiz
   return sources;
 }
 
-// The parameter as it will be, without memory.
-Parameter resized(const Parameter& p, const RowSources& sources) {
+// The parameter as it will be, in its order in memory, on `device`.
+Parameter resized(const Parameter& p, const RowSources& sources, c10::Device device) {
   Parameter result = p;
   result.sizes[0] = sources.rows.numel();
+  result.strides[0] = sources.row_numel;
   result.tensor =
-      at::empty(result.sizes, at::TensorOptions().dtype(p.tensor.scalar_type()).device(at::kMeta));
+      at::empty_strided(result.sizes, result.strides,
+                        at::TensorOptions().dtype(p.tensor.scalar_type()).device(device));
   return result;
 }
 
@@ -130,7 +132,7 @@ void check_new(const Engine& engine, const std::vector<RowSources>& sources,
                 "module; freeze() and unfreeze() change which are trained");
     if (!sources[i].rows.defined()) continue;
     check_parameter(inner, before[i].group, groups[before[i].group].options(),
-                    resized(before[i], sources[i]).tensor, before[i].name);
+                    resized(before[i], sources[i], at::kMeta).tensor, before[i].name);
   }
 }
 
@@ -146,7 +148,8 @@ std::string description_of_change(const Engine& engine, const std::vector<RowSou
     text += c10::str(text.empty() ? "" : ", ", p.name, " to ", rows.numel(), " rows with hash ",
                      hash[0], " ", hash[2]);
     if (engine.plan.arenas[engine.plan.parameter_arena[i]].layout->is_whole()) {
-      text += c10::str(" and cost ", cost_of(resized(p, sources[i]), inner, engine.options));
+      text +=
+          c10::str(" and cost ", cost_of(resized(p, sources[i], at::kMeta), inner, engine.options));
     }
   }
   return text;
@@ -494,11 +497,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
 void set_rows(const Parameter& p, const ResizedRows& change, const RowSources& sources) {
   at::Tensor tensor = p.tensor;
   const at::Tensor before = tensor.detach();
-  std::vector<int64_t> sizes = p.sizes;
-  std::vector<int64_t> strides = p.strides;
-  sizes[0] = sources.rows.numel();
-  strides[0] = sources.row_numel;
-  const at::Tensor now = at::empty_strided(sizes, strides, before.options());
+  const at::Tensor now = resized(p, sources, tensor.device()).tensor;
   now.copy_(change.values.defined() ? change.values.detach()
                                     : before.index_select(0, sources.rows.to(before.device())));
   tensor.mutable_grad() = at::Tensor();
