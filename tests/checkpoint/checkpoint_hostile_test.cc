@@ -285,6 +285,8 @@ TEST(LimitTest, ManySmallValuesAreRefusedBeforeTheyTakeMemory) {
   EXPECT_LT(peak_growth([&] { expect_words(refusal(text), {"at most 67108864 values"}); }), 500);
   text = {};
   Manifest m;
+  m.files.resize(1);
+  m.files[0].name = "rank";
   m.tensors = {{"p", {"master"}, std::vector<ManifestPiece>(kValuesLimit / 3)}};
   expect_words(error_of([&] { manifest_text(m); }), {"and 67108864 values", "Layout::kContiguous"});
 }
