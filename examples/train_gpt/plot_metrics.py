@@ -52,7 +52,7 @@ class Run:
             first = entry["run"]["first_step"]
             self.steps = {step: line for step, line in self.steps.items() if step <= first}
             self.restarts = [*self.restarts, first] if first else []
-            self.configuration = self.configuration if first else entry["run"]
+            self.configuration = (self.configuration or entry["run"]) if first else entry["run"]
         else:
             self.steps[entry["step"]] = entry
 
