@@ -64,7 +64,7 @@ TEST(NcclEnvironmentTest, TheEnvironmentOfTheProcessIsTheDefault) {
   unsetenv("TORCH_NCCL_NAN_CHECK");
 }
 
-// Else libtorch would end processes under torchrun, which sets 1 where nobody has set anything.
+// torchrun sets 1 for each rank whose user has set nothing. With 1 libtorch ends the process.
 TEST(NcclEnvironmentTest, AOneOfTorchrunIsNoWishOfTheUsers) {
   const auto is_of_torchrun = [](const char* value, bool torchrun) {
     Variables variables{{"TORCH_NCCL_ASYNC_ERROR_HANDLING", value}};

@@ -4,11 +4,11 @@
 // How often this process has used each name of a group in its store. A use is numbered, so that two
 // of one name never meet there, and the first one of a rank meets the first one of another.
 //
-// The keys of a communicator are removed by the rank that has set them, once nobody can read them:
-// its own communicator is gone, and all ranks have come to a later call of the same name, or to one
-// of the group of a later recovery. Since calls come in the same order on all ranks, they have left
-// the earlier one then. Keys of a call that failed stay: ranks that come late read reasons there,
-// and find the calls that they have missed.
+// A rank removes the keys that it has set for a communicator when two things hold. Its own
+// communicator is gone, and all ranks have come to a later call of the same name, or to a call of
+// the group of a later recovery. All ranks make their calls in the same order, so no rank is still
+// in the earlier call and reads its keys. Keys of a call that failed stay: ranks that come late
+// read reasons there, and find the calls that they have missed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

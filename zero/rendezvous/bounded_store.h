@@ -113,7 +113,7 @@ class BoundedStore final : public c10d::Store {
   const std::shared_ptr<Server> server_;
   const std::chrono::milliseconds limit_;
   const std::optional<Clock::time_point> deadline_;
-  const std::shared_ptr<StoreKeys> notes_;  // null: nobody wants them
+  const std::shared_ptr<StoreKeys> notes_;  // see noting(); null without it
 };
 
 }  // namespace zero
