@@ -8,10 +8,12 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <set>
 #include <system_error>
 
@@ -87,6 +89,17 @@ std::string make_room_for_descriptors(int needed) {
                   " are open, ", needed, " are needed and ", kSpare, " are to spare), got ",
                   limit.rlim_max, "; raise it with `ulimit -n ", wanted,
                   "` or where your system keeps the hard limit, `ulimit -Hn`");
+}
+
+void survive_broken_pipes() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    struct sigaction action = {};
+    if (sigaction(SIGPIPE, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 &&
+        action.sa_handler == SIG_DFL) {
+      std::signal(SIGPIPE, SIG_IGN);
+    }
+  });
 }
 
 // Lines "tfd:       12 events: ...".

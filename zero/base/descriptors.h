@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Makes room for the file descriptors of communicators, and keeps programs that this process starts
-// from inheriting them.
+// Makes room for the file descriptors of communicators, keeps programs that this process starts
+// from inheriting them, and keeps this process alive when the other side has closed one.
 #pragma once
 
 #include <map>
@@ -14,6 +14,11 @@ namespace zero {
 // Raises the soft limit to the hard one if it is too low for `needed` more descriptors. Returns an
 // empty text, or the reason why there is no room.
 std::string make_room_for_descriptors(int needed);
+
+// Gloo and the server of c10d's store write to sockets without MSG_NOSIGNAL, so a peer that ends
+// would end this process without a message. Python programs ignore the signal from the start;
+// others keep a handler of their own if they have one.
+void survive_broken_pipes();
 
 // Returns the descriptors that an epoll instance watches; none where /proc cannot be read.
 std::vector<int> watched_by(int epoll);

@@ -5,20 +5,61 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <memory>
+#include <sstream>
+#include <system_error>
 #include <utility>
 
 #include "zero/base/slow_wait.h"
-#include "zero/base/thread_states.h"
+#include "zero/base/stat_fields.h"
 
 namespace zero {
 namespace {
 
+namespace fs = std::filesystem;
+
 // A thread whose transfer has failed says so to the other ranks and closes connections first.
 constexpr std::chrono::seconds kFailureSlack{5};
 
+std::string first_line_of(const fs::path& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+// Returns the number and name of a thread, its state, the function of the kernel in which it waits
+// and the system call that it is in, and the processor time that it has used. What /proc does not
+// say is left out.
+std::string state_of(const fs::path& thread) {
+  std::ostringstream text;
+  text << "  thread " << thread.filename().string() << " (" << first_line_of(thread / "comm")
+       << ")";
+  const StatFields stat(thread / "stat");
+  if (!stat.empty()) {
+    const long ticks =
+        std::stol(stat.at(StatFields::kUserTicks)) + std::stol(stat.at(StatFields::kSystemTicks));
+    text << ": state " << stat.at(StatFields::kState) << ", " << ticks * 1000 / sysconf(_SC_CLK_TCK)
+         << " ms of processor time";
+  }
+  const std::string waits_in = first_line_of(thread / "wchan");
+  if (!waits_in.empty() && waits_in != "0") text << ", waits in " << waits_in;
+  const std::string call = first_line_of(thread / "syscall");
+  if (!call.empty()) text << ", system call " << call;
+  return text.str();
+}
+
+// What the threads of this process do, for the report of a wait that should have ended.
 std::string states() {
-  return c10::str("The threads of process ", getpid(), ":\n", thread_states());
+  std::string text = c10::str("The threads of process ", getpid(), ":\n");
+  std::error_code error;
+  for (fs::directory_iterator thread("/proc/self/task", error), end; !error && thread != end;
+       thread.increment(error)) {
+    text += state_of(thread->path()) + "\n";
+  }
+  return text;
 }
 
 }  // namespace

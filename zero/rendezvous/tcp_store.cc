@@ -14,7 +14,6 @@
 #include <mutex>
 #include <thread>
 
-#include "zero/base/broken_pipes.h"
 #include "zero/base/descriptors.h"
 #include "zero/base/detached_call.h"
 

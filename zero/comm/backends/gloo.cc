@@ -29,7 +29,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
-#include "zero/base/broken_pipes.h"
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
 #include "zero/base/own_process.h"
