@@ -31,7 +31,6 @@ TEST(DetachedCallTest, ACallMayBeLeftBehind) {
     const auto left = start_detached([released, ended] {
       released->wait();
       ended->count_down();
-      return 0;
     });
     EXPECT_EQ(left.wait_for(std::chrono::milliseconds(1)), std::future_status::timeout);
   }

@@ -24,9 +24,15 @@ std::future<std::invoke_result_t<Call&>> start_detached(Call call) {
   std::future<Result> future = promise.get_future();
   auto body = [promise = std::move(promise), call = std::make_optional(std::move(call))]() mutable {
     try {
-      Result result = (*call)();
-      call.reset();
-      promise.set_value(std::move(result));
+      if constexpr (std::is_void_v<Result>) {
+        (*call)();
+        call.reset();
+        promise.set_value();
+      } else {
+        Result result = (*call)();
+        call.reset();
+        promise.set_value(std::move(result));
+      }
     } catch (...) {
       call.reset();
       promise.set_exception(std::current_exception());

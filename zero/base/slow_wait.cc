@@ -62,7 +62,6 @@ void print_slow_wait(const std::string& text) {
     write_line(line);
     stuck = false;
     --lines_under_way;
-    return true;
   };
   try {
     const auto printed = start_detached(print);

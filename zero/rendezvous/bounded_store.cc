@@ -4,6 +4,7 @@
 #include "zero/rendezvous/bounded_store.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -57,19 +58,19 @@ struct BoundedStore::Server {
 
   std::mutex mutex;
   // Calls that their callers left behind. While one hangs, it keeps the connection.
-  std::vector<std::shared_future<bool>> left_behind;
+  std::vector<std::shared_future<void>> left_behind;
 
   // Returns whether one still hangs at `deadline`.
   bool hangs_until(std::chrono::steady_clock::time_point deadline) {
-    std::vector<std::shared_future<bool>> calls;
+    std::vector<std::shared_future<void>> calls;
     {
       const std::lock_guard<std::mutex> lock(mutex);
-      std::erase_if(left_behind, [](const std::shared_future<bool>& call) {
+      std::erase_if(left_behind, [](const std::shared_future<void>& call) {
         return call.wait_for(milliseconds(0)) == std::future_status::ready;
       });
       calls = left_behind;
     }
-    return std::ranges::any_of(calls, [&](const std::shared_future<bool>& call) {
+    return std::ranges::any_of(calls, [&](const std::shared_future<void>& call) {
       return call.wait_until(deadline) != std::future_status::ready;
     });
   }
@@ -142,12 +143,9 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
   if (server_->hangs_until(deadline)) throw_communication_error(silent("to an earlier call"));
   // A store that is asked in the last moment may still answer.
   deadline = std::max(deadline, Clock::now() + kShortestLimit);
-  auto ended = std::make_shared<std::promise<bool>>();
+  auto ended = std::make_shared<std::promise<void>>();
   auto answer = start_detached([store = store_, ended, call = std::move(call)] {
-    struct AtEnd {
-      std::promise<bool>& ended;
-      ~AtEnd() { ended.set_value(true); }
-    } at_end{*ended};
+    const auto at_end = c10::make_scope_exit([&] { ended->set_value(); });
     return call(*store);
   });
   if (answer.wait_until(deadline) != std::future_status::ready) {
@@ -179,10 +177,7 @@ StorePtr BoundedStore::clone() {
 }
 
 void BoundedStore::set(const std::string& key, const std::vector<uint8_t>& value) {
-  write("set of \"" + key + "\"", {key}, [=](c10d::Store& store) {
-    store.set(key, value);
-    return true;
-  });
+  write("set of \"" + key + "\"", {key}, [=](c10d::Store& store) { store.set(key, value); });
 }
 
 std::vector<uint8_t> BoundedStore::compareSet(const std::string& key,
@@ -215,7 +210,6 @@ void BoundedStore::remove(const std::vector<std::shared_ptr<StoreKeys>>& keys) {
     for (const auto& some : keys) {
       for (const auto& [key, store] : some->all()) store->deleteKey(key.second);
     }
-    return true;
   });
 }
 
@@ -254,10 +248,7 @@ void BoundedStore::wait_until(const std::vector<std::string>& keys, Clock::time_
 }
 
 void BoundedStore::append(const std::string& key, const std::vector<uint8_t>& value) {
-  write("append to \"" + key + "\"", {key}, [=](c10d::Store& store) {
-    store.append(key, value);
-    return true;
-  });
+  write("append to \"" + key + "\"", {key}, [=](c10d::Store& store) { store.append(key, value); });
 }
 
 std::vector<std::vector<uint8_t>> BoundedStore::multiGet(const std::vector<std::string>& keys) {
@@ -269,10 +260,8 @@ std::vector<std::vector<uint8_t>> BoundedStore::multiGet(const std::vector<std::
 
 void BoundedStore::multiSet(const std::vector<std::string>& keys,
                             const std::vector<std::vector<uint8_t>>& values) {
-  write("set of " + keys_text(keys), keys, [=](c10d::Store& store) {
-    store.multiSet(keys, values);
-    return true;
-  });
+  write("set of " + keys_text(keys), keys,
+        [=](c10d::Store& store) { store.multiSet(keys, values); });
 }
 
 bool BoundedStore::hasExtendedApi() const { return store_->hasExtendedApi(); }

@@ -186,11 +186,7 @@ void Rendezvous::run(const Work& work) {
   bool own = false;     // this rank's alone
   try {
     store->set(mark_key(rank_), std::string(kArrived));
-    auto done = start_detached([work, store] {
-      work(store);
-      return true;
-    });
-    await(std::move(done), *store);
+    await(start_detached([work, store] { work(store); }), *store);
     try {
       store_->within(kMarksLimit)->set(mark_key(rank_), std::string(kConnected));
     } catch (const std::exception&) {  // Only the errors of others would have become better.
@@ -218,7 +214,7 @@ bool Rendezvous::all_have_come() const {
   return store_->within(kMarksLimit)->check(mark_keys(0, world_size_));
 }
 
-void Rendezvous::await(std::future<bool> done, BoundedStore& store) const {
+void Rendezvous::await(std::future<void> done, BoundedStore& store) const {
   const auto start = Clock::now();
   const auto deadline = std::max(since_ + timeout_, start) + kWorkSlack;
   bool printed = false;

@@ -72,7 +72,7 @@ class Rendezvous {
   struct Marks;
 
   // Returns when the work is done. Throws what it throws, and when another rank gives up.
-  void await(std::future<bool> done, BoundedStore& store) const;
+  void await(std::future<void> done, BoundedStore& store) const;
   // Throws when one of those watched has ended.
   void check_ended(const BoundedStore& store) const;
   void print_whom(BoundedStore& store) const;
