@@ -39,16 +39,6 @@ std::string keys_text(const std::vector<std::string>& keys) {
 
 }  // namespace
 
-void StoreKeys::add(const StorePtr& store, const std::string& key) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  keys_.emplace(std::pair(store.get(), key), store);
-}
-
-StoreKeys::Keys StoreKeys::all() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return keys_;
-}
-
 struct BoundedStore::Server {
   std::string name;
   bool here = false;
@@ -167,7 +157,9 @@ auto BoundedStore::ask(const std::string& what, Clock::time_point deadline, Call
 template <typename Call>
 auto BoundedStore::write(const std::string& what, const std::vector<std::string>& keys, Call call) {
   probe_message(what);
-  for (size_t i = 0; notes_ && i < keys.size(); ++i) notes_->add(store_, keys[i]);
+  for (size_t i = 0; notes_ && i < keys.size(); ++i) {
+    notes_->withLock([&](auto& noted) { noted.emplace(std::pair(store_.get(), keys[i]), store_); });
+  }
   return ask(what, deadline_from_now(), std::move(call));
 }
 
@@ -208,7 +200,8 @@ bool BoundedStore::deleteKey(const std::string& key) {
 void BoundedStore::remove(const std::vector<std::shared_ptr<StoreKeys>>& keys) {
   ask("removal of keys", deadline_from_now(), [keys](c10d::Store&) {
     for (const auto& some : keys) {
-      for (const auto& [key, store] : some->all()) store->deleteKey(key.second);
+      const auto all = some->withLock([](const auto& noted) { return noted; });
+      for (const auto& [key, store] : all) store->deleteKey(key.second);
     }
   });
 }

@@ -9,6 +9,7 @@
 // their own limits.
 #pragma once
 
+#include <c10/util/Synchronized.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,7 +17,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -24,18 +24,10 @@
 
 namespace zero {
 
-// The keys that were set through some stores. Thread safety: every member.
-class StoreKeys {
- public:
-  void add(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key);
-  // By address: an intrusive_ptr in a pair is compared as a bool.
-  using Keys = std::map<std::pair<c10d::Store*, std::string>, c10::intrusive_ptr<c10d::Store>>;
-  Keys all() const;
-
- private:
-  mutable std::mutex mutex_;
-  Keys keys_;
-};
+// The keys that were set through some stores. By address: an intrusive_ptr in a pair is compared as
+// a bool.
+using StoreKeys = c10::Synchronized<
+    std::map<std::pair<c10d::Store*, std::string>, c10::intrusive_ptr<c10d::Store>>>;
 
 // Throws CommunicationError where the store is silent or gone, and where a key does not come.
 // Thread safety: every member, if `store` is thread-safe as TCPStore and HashStore are.

@@ -4,6 +4,7 @@
 #include "zero/rendezvous/tcp_store.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Synchronized.h>
 
 #include <algorithm>
 #include <chrono>
@@ -11,7 +12,6 @@
 #include <exception>
 #include <future>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 #include "zero/base/descriptors.h"
@@ -55,10 +55,7 @@ TcpStorePtr open_once(const std::string& host, c10d::TCPStoreOptions options) {
 }
 
 // Why the last try failed, if one did.
-struct Failure {
-  std::mutex mutex;
-  std::exception_ptr last;
-};
+using Failure = c10::Synchronized<std::exception_ptr>;
 
 // c10d connects once or twice, each time for the whole timeout, with a pause of up to a second.
 TcpStorePtr open_in_time(const std::string& host, c10d::TCPStoreOptions options, Failure& failure) {
@@ -73,8 +70,7 @@ TcpStorePtr open_in_time(const std::string& host, c10d::TCPStoreOptions options,
       return store;
     } catch (const c10::DistNetworkError&) {
       if (options.isServer || Clock::now() + timeout / 10 >= deadline) throw;
-      const std::lock_guard<std::mutex> lock(failure.mutex);
-      failure.last = std::current_exception();
+      failure.withLock([](auto& last) { last = std::current_exception(); });
     }
     std::this_thread::sleep_for(kRetryInterval);
   }
@@ -92,8 +88,9 @@ TcpStorePtr open_tcp_store(const std::string& host, c10d::TCPStoreOptions option
   const auto failure = std::make_shared<Failure>();
   auto opened = start_detached([=] { return open_in_time(host, options, *failure); });
   if (opened.wait_for(options.timeout + kErrorSlack) != std::future_status::ready) {
-    const std::lock_guard<std::mutex> lock(failure->mutex);
-    if (failure->last) std::rethrow_exception(failure->last);
+    failure->withLock([](const auto& last) {
+      if (last) std::rethrow_exception(last);
+    });
     TORCH_CHECK(false, "what listens at ", host, ":", options.port,
                 " does not answer as a store does: the process that serves it is stopped, its "
                 "machine is silent, or another program has the port");

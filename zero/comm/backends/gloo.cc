@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <c10/util/Synchronized.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <netdb.h>
@@ -68,25 +69,18 @@ std::set<std::string> interfaces_with_address() {
 
 // The names of hosts and interfaces on which Gloo has listened in this process. Such a name was
 // right: where it is without an address later, a name server or a network is away for a moment.
-class KnownNames {
- public:
-  void add(const std::string& name) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    names_.insert(name);
-  }
-  bool contains(const std::string& name) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return names_.contains(name);
-  }
-
- private:
-  std::mutex mutex_;
-  std::set<std::string> names_;
-};
-
-KnownNames& known_names() {
-  static auto& names = *new KnownNames;  // a thread may still connect while the process ends
+c10::Synchronized<std::set<std::string>>& known_names() {
+  // Never destroyed: a thread may still connect while the process ends.
+  static auto& names = *new c10::Synchronized<std::set<std::string>>;
   return names;
+}
+
+void add_known(const std::string& name) {
+  known_names().withLock([&](auto& names) { names.insert(name); });
+}
+
+bool is_known(const std::string& name) {
+  return known_names().withLock([&](const auto& names) { return names.contains(name); });
 }
 
 Devices make_devices(const std::string& hostname) {
@@ -94,21 +88,20 @@ Devices make_devices(const std::string& hostname) {
   if (!hostname.empty()) {
     try {
       Devices devices{c10d::ProcessGroupGloo::createDeviceForHostname(hostname, kLazy)};
-      known_names().add(hostname);
+      add_known(hostname);
       return devices;
     } catch (const std::exception& error) {
-      TORCH_CHECK_VALUE(error_line(error).find("Cannot resolve") == std::string::npos ||
-                            known_names().contains(hostname),
-                        "InitOptions::hostname: expected a name or address of this machine, got ",
-                        hostname,
-                        "; give each machine its own, or name its interface by GLOO_SOCKET_IFNAME");
+      TORCH_CHECK_VALUE(
+          error_line(error).find("Cannot resolve") == std::string::npos || is_known(hostname),
+          "InitOptions::hostname: expected a name or address of this machine, got ", hostname,
+          "; give each machine its own, or name its interface by GLOO_SOCKET_IFNAME");
       throw;
     }
   }
   const std::vector<std::string> names = interface_names();
   if (names.empty()) return {c10d::ProcessGroupGloo::createDefaultDevice(kLazy)};
   Devices devices{c10d::ProcessGroupGloo::createDeviceForInterface(names.front(), kLazy)};
-  known_names().add(names.front());
+  add_known(names.front());
   return devices;
 }
 
@@ -344,7 +337,7 @@ std::string gloo_problem(const std::string& hostname) {
                     "; name the one that reaches the other ranks");
   }
   const std::set<std::string> there = interfaces_with_address();
-  if (there.empty() || there.contains(names.front()) || known_names().contains(names.front())) {
+  if (there.empty() || there.contains(names.front()) || is_known(names.front())) {
     return {};
   }
   return c10::str("GLOO_SOCKET_IFNAME: expected an interface of this machine with an address, got ",
