@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/rendezvous/restart_rounds.h: which round of a job a process takes part in.
-#include "zero/rendezvous/restart_rounds.h"
+// zero/rendezvous/job.h: which round of a job a process takes part in.
+#include "zero/rendezvous/job.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -13,7 +13,6 @@
 #include <string>
 
 #include "tests/support/error_of.h"
-#include "zero/rendezvous/job.h"
 
 namespace zero {
 namespace {

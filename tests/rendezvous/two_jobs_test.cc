@@ -27,7 +27,6 @@
 #include "tests/support/free_port.h"
 #include "zero/rendezvous/bounded_store.h"
 #include "zero/rendezvous/job.h"
-#include "zero/rendezvous/restart_rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {

@@ -30,7 +30,6 @@
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/job.h"
 #include "zero/rendezvous/rendezvous.h"
-#include "zero/rendezvous/restart_rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 
 namespace zero {

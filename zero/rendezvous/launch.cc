@@ -39,7 +39,6 @@
 #include "zero/rendezvous/environment.h"
 #include "zero/rendezvous/job.h"
 #include "zero/rendezvous/line_pipe.h"
-#include "zero/rendezvous/restart_rounds.h"
 #include "zero/rendezvous/tcp_store.h"
 #include "zero/rendezvous/usable_cores.h"
 
