@@ -9,10 +9,10 @@
 
 #include <array>
 #include <cerrno>
+#include <list>
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace zero {
 namespace {
@@ -163,10 +163,9 @@ TEST_F(LinePipeTest, AStreamThatIsNeverEmptyKeepsNobodyElseWaiting) {
 // As where the child cannot be started.
 TEST_F(LinePipeTest, ItsEndClosesTheStreamOnce) {
   {
-    std::vector<LinePipe> pipes;
+    std::list<LinePipe> pipes;
     pipes.emplace_back(child[0], std::make_shared<LineTarget>(terminal[1]), "");
-    std::vector<LinePipe> moved = std::move(pipes);
-    moved.reserve(100);
+    const std::list<LinePipe> moved = std::move(pipes);
     EXPECT_NE(fcntl(child[0], F_GETFD), -1);
     print("last");
   }

@@ -25,6 +25,7 @@
 #include <exception>
 #include <fstream>
 #include <iterator>
+#include <list>
 #include <map>
 #include <memory>
 #include <random>
@@ -59,7 +60,7 @@ constexpr std::chrono::seconds kStoreLimit{1};
 struct Child {
   pid_t pid = -1;  // -1 once it has ended.
   int local_rank = 0;
-  std::vector<LinePipe> pipes;
+  std::list<LinePipe> pipes;
 };
 
 // The signal to pass on, 0 for none.
@@ -100,28 +101,22 @@ class SignalCatcher {
     sigemptyset(&action.sa_mask);
     received_signal = 0;
     signal_has_come = false;
-    sigaction(SIGINT, &action, &old_interrupt_);
-    sigaction(SIGTERM, &action, &old_terminate_);
-    sigaction(SIGHUP, nullptr, &old_hang_up_);
-    if (old_hang_up_.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);
     struct sigaction usual = {};
     usual.sa_handler = SIG_DFL;
-    sigaction(SIGCHLD, &usual, &old_child_);
+    for (auto& [signal, before] : before_) {
+      sigaction(signal, nullptr, &before);
+      if (signal == SIGHUP && before.sa_handler == SIG_IGN) continue;
+      sigaction(signal, signal == SIGCHLD ? &usual : &action, nullptr);
+    }
   }
   ~SignalCatcher() {
-    sigaction(SIGINT, &old_interrupt_, nullptr);
-    sigaction(SIGTERM, &old_terminate_, nullptr);
-    sigaction(SIGHUP, &old_hang_up_, nullptr);
-    sigaction(SIGCHLD, &old_child_, nullptr);
+    for (const auto& [signal, before] : before_) sigaction(signal, &before, nullptr);
   }
   SignalCatcher(const SignalCatcher&) = delete;
   SignalCatcher& operator=(const SignalCatcher&) = delete;
 
  private:
-  struct sigaction old_interrupt_ = {};
-  struct sigaction old_terminate_ = {};
-  struct sigaction old_hang_up_ = {};
-  struct sigaction old_child_ = {};
+  std::map<int, struct sigaction> before_{{SIGINT, {}}, {SIGTERM, {}}, {SIGHUP, {}}, {SIGCHLD, {}}};
 };
 
 std::vector<std::string> own_arguments() {
@@ -245,11 +240,12 @@ Child start_child(const LaunchedRank& launched, const Address& address,
   return child;
 }
 
-// Looks after the children until the last one has ended.
+// Starts the children, and looks after them until the last one has ended.
 class Parent {
  public:
-  Parent(int ranks, const LaunchOptions& options, c10::intrusive_ptr<BoundedStore> store)
-      : ranks_(ranks), options_(options), store_(std::move(store)) {}
+  Parent(int ranks, const LaunchOptions& options, c10::intrusive_ptr<BoundedStore> store,
+         Address address)
+      : ranks_(ranks), options_(options), store_(std::move(store)), address_(std::move(address)) {}
 
   ~Parent() {  // Children are left only when starting one has failed.
     send_all(SIGKILL);
@@ -260,14 +256,8 @@ class Parent {
   Parent(const Parent&) = delete;
   Parent& operator=(const Parent&) = delete;
 
-  void start_all(Address address) {
-    address_ = std::move(address);
-    for (int rank = 0; rank < ranks_; ++rank) {
-      start({rank, ranks_, rank});
-    }
-  }
-
   int run() {
+    for (int rank = 0; rank < ranks_; ++rank) start({rank, ranks_, rank});
     while (alive() > 0 || has_output()) {
       wait_for_output();
       reap();
@@ -387,7 +377,7 @@ class Parent {
   const LaunchOptions options_;
   const LineTargets targets_ = own_streams();
   const c10::intrusive_ptr<BoundedStore> store_;
-  Address address_;              // of the store
+  const Address address_;        // of the store
   std::vector<Child> children_;  // by rank
   int exit_code_ = 0;            // Of the first failure.
   bool succeeded_ = false;       // any rank
@@ -473,9 +463,7 @@ int launch_local(int ranks, const std::function<int()>& body, const LaunchOption
     const auto bounded = c10::make_intrusive<BoundedStore>(store, kStoreLimit);
     const Address address{store->getPort(), new_job()};
     claim_for_job(*bounded->under(prefix_of_restart_round(0)), address.job, ranks);
-    Parent parent(ranks, options, bounded);
-    parent.start_all(address);
-    return parent.run();
+    return Parent(ranks, options, bounded, address).run();
   });
 }
 

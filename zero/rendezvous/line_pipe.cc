@@ -58,13 +58,6 @@ void LineTarget::write_out() {
   waiting_.erase(0, done);
 }
 
-LinePipe::LinePipe(LinePipe&& other) noexcept
-    : from_(std::exchange(other.from_, -1)),
-      to_(other.to_),
-      prefix_(std::move(other.prefix_)),
-      text_(std::move(other.text_)),
-      returned_(other.returned_) {}
-
 LinePipe::~LinePipe() {
   if (open()) close(from_);
 }

@@ -49,8 +49,8 @@ class LinePipe {
       : from_(from), to_(std::move(to)), prefix_(std::move(prefix)) {}
   // Closes `from`, and passes nothing on.
   ~LinePipe();
-  LinePipe(LinePipe&& other) noexcept;
-  LinePipe& operator=(LinePipe&&) = delete;
+  LinePipe(const LinePipe&) = delete;
+  LinePipe& operator=(const LinePipe&) = delete;
   int descriptor() const { return from_; }
   bool open() const { return from_ >= 0; }
   LineTarget& target() const { return *to_; }
@@ -68,7 +68,7 @@ class LinePipe {
 
   int from_;
   const std::shared_ptr<LineTarget> to_;
-  std::string prefix_;
+  const std::string prefix_;
   std::string text_;
   bool returned_ = false;  // the last line ended with a carriage return
 };

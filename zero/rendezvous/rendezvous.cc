@@ -3,6 +3,7 @@
 
 #include "zero/rendezvous/rendezvous.h"
 
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -11,7 +12,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <thread>
 
 #include "zero/base/detached_call.h"
@@ -120,13 +120,10 @@ struct Rendezvous::Marks {
 };
 
 std::string ranks_text(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < std::min(ranks.size(), kRanksNamed); ++i) {
-    text << (i == 0 ? "" : ", ") << ranks[i];
-  }
-  if (ranks.size() > kRanksNamed) text << " and " << ranks.size() - kRanksNamed << " more";
-  return text.str();
+  const c10::ArrayRef<int> named(ranks.data(), std::min(ranks.size(), kRanksNamed));
+  std::string text = (ranks.size() == 1 ? "rank " : "ranks ") + c10::Join(", ", named);
+  if (named.size() < ranks.size()) text += c10::str(" and ", ranks.size() - named.size(), " more");
+  return text;
 }
 
 std::string claim(c10d::Store& store, const std::string& key, const std::string& text) {
