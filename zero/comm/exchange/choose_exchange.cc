@@ -4,10 +4,7 @@
 
 #include "zero/base/own_process.h"
 #include "zero/comm/backends/shared_rows.h"
-#include "zero/comm/exchange/in_place_exchange.h"
 #include "zero/comm/exchange/pairwise_exchange.h"
-#include "zero/comm/exchange/row_exchange.h"
-#include "zero/comm/exchange/whole_exchange.h"
 
 namespace zero {
 
@@ -16,12 +13,11 @@ std::shared_ptr<RowExchange> make_row_exchange(const c10::intrusive_ptr<c10d::Ba
                                                BackendRanks ranks) {
   if (!backend) return nullptr;
   // NCCL also does what one rank asks of it, so that one GPU is enough to try it.
-  if (rows == RowTransport::kWhole)
-    return make_owned<WholeExchange>(backend, timeout, std::move(ranks));
+  if (rows == RowTransport::kWhole) return make_whole_exchange(backend, timeout, std::move(ranks));
   if (backend->getSize() == 1) return nullptr;
   if (auto* shared = dynamic_cast<SharedMemoryBackend*>(backend.get())) {
-    return make_owned<InPlaceExchange>(
-        c10::intrusive_ptr<SharedMemoryBackend>::reclaim_copy(shared), timeout, std::move(ranks));
+    return make_in_place_exchange(c10::intrusive_ptr<SharedMemoryBackend>::reclaim_copy(shared),
+                                  timeout, std::move(ranks));
   }
   return make_owned<PairwiseExchange>(backend, timeout, std::move(ranks));
 }

@@ -94,8 +94,8 @@ void PairwiseExchange::receive_row(const at::Tensor& into, int peer, int tag,
 // the thread that called send(), and its event thread, which wants to read from that peer, spins
 // meanwhile. A receive in wait() is seldom there before the peer's send at all: 3 to 6 % of a
 // step's processor time on two cores.
-void PairwiseExchange::send(int tag, c10::function_ref<at::Tensor(int peer)> row_to,
-                            Operation& operation) {
+void PairwiseExchange::send(int tag, Operation& operation,
+                            c10::function_ref<at::Tensor(int peer)> row_to) {
   for (int k = 1; k < world_size(); ++k) {
     const int peer = (rank() + k) % world_size();
     send_row(row_to(peer), peer, tag, operation);
@@ -116,8 +116,7 @@ at::Tensor PairwiseExchange::start_exchange(const Rows& rows, const at::Tensor& 
   const at::Tensor into = staged(received, /*copy=*/false);
   const int tag = operation.take_tags();
   if (over_links()) receive(tag, into, operation);
-  send(
-      tag, [&](int peer) { return from.row(peer); }, operation);
+  send(tag, operation, [&](int peer) { return from.row(peer); });
   if (!over_links()) {
     operation.before_receiving([self = shared_from_this(), this, tag, into, &operation] {
       const std::lock_guard<std::mutex> lock(mutex());
@@ -177,14 +176,11 @@ SentBytes PairwiseExchange::gather_changes(const Rows& rows, const at::Tensor& b
   const at::Tensor own = rows.row(rank());
   const ChangedRow message = own.numel() > 0 ? encode_changed_row(before, own) : ChangedRow{own};
   SentBytes sent;
-  send(
-      tag,
-      [&](int peer) {
-        const int64_t bytes = may_be_shorter(peer) ? message.bytes : bytes_of(message.memory);
-        add_sent(peer, bytes, sent);
-        return message.memory.narrow(0, 0, bytes);
-      },
-      operation);
+  send(tag, operation, [&](int peer) {
+    const int64_t bytes = may_be_shorter(peer) ? message.bytes : bytes_of(message.memory);
+    add_sent(peer, bytes, sent);
+    return message.memory.narrow(0, 0, bytes);
+  });
   operation.after_receiving([self = shared_from_this(), this, rows, received] {
     for (int peer = 0; peer < world_size(); ++peer) {
       if (!received[peer].defined()) continue;
@@ -205,8 +201,7 @@ SentBytes PairwiseExchange::gather(const Rows& rows, const at::Tensor& before,
   operation.at_end([carrier] {});
   const int tag = operation.take_tags();
   if (over_links()) receive(tag, carrier, operation);
-  send(
-      tag, [&](int) { return own; }, operation);
+  send(tag, operation, [&](int) { return own; });
   if (!over_links()) receive(tag, carrier, operation);
   return sent_to_each(own_bytes(rows));
 }
@@ -231,8 +226,7 @@ SentBytes PairwiseExchange::all_with_all(const at::Tensor& values, c10d::ReduceO
   at::Tensor own = all.select(0, rank());
   own.copy_(values);
   const int tag = operation.take_tags();
-  send(
-      tag, [&](int) { return own; }, operation);
+  send(tag, operation, [&](int) { return own; });
   receive(tag, all, operation);
   operation.after_receiving([values, all, op] { values.copy_(reduced(all, op)); });
   operation.at_end([all] {});

@@ -52,7 +52,7 @@ class PairwiseExchange : public BackendExchange {
   void send_row(const at::Tensor& row, int peer, int tag, Operation& operation);
   void receive_row(const at::Tensor& into, int peer, int tag, Operation& operation);
   // Sends row_to(peer) to each peer.
-  void send(int tag, c10::function_ref<at::Tensor(int peer)> row_to, Operation& operation);
+  void send(int tag, Operation& operation, c10::function_ref<at::Tensor(int peer)> row_to);
   // Returns whether a message to `peer` may be shorter than the memory that receives it, as Gloo
   // permits.
   virtual bool may_be_shorter(int /*peer*/) const { return true; }

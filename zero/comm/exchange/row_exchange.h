@@ -33,6 +33,7 @@
 namespace zero {
 
 class CollectiveOrder;
+class SharedMemoryBackend;
 
 // Payload that leaves this rank.
 struct SentBytes {
@@ -171,5 +172,13 @@ class BackendExchange : public RowExchange {
 std::shared_ptr<RowExchange> make_row_exchange(const c10::intrusive_ptr<c10d::Backend>& backend,
                                                RowTransport rows, std::chrono::milliseconds timeout,
                                                BackendRanks ranks = {});
+
+// The exchanges that it chooses from beside PairwiseExchange, each in a file of its name.
+std::shared_ptr<RowExchange> make_in_place_exchange(
+    const c10::intrusive_ptr<SharedMemoryBackend>& backend, std::chrono::milliseconds timeout,
+    BackendRanks ranks);
+std::shared_ptr<RowExchange> make_whole_exchange(const c10::intrusive_ptr<c10d::Backend>& backend,
+                                                 std::chrono::milliseconds timeout,
+                                                 BackendRanks ranks);
 
 }  // namespace zero
