@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -271,20 +270,24 @@ std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const St
       inside.rows == RowTransport::kWhole);
 }
 
-constexpr const char* kOnRank = " on rank ";
-
-// Of a text that ends with a rank: what that rank has claimed.
-std::string without_rank(const std::string& text) { return text.substr(0, text.rfind(kOnRank)); }
+// Returns how `own`, this rank's `what`, differs from what the first rank has claimed as `key`, and
+// what to do; empty where all ranks have come with the same.
+std::string difference(c10d::Store& store, int rank, const std::string& key, const char* what,
+                       const std::string& own, const char* advice) {
+  constexpr const char* kOnRank = " on rank ";
+  const std::string text = c10::str(own, kOnRank, rank);
+  const std::string first = claim(store, key, text);
+  if (first.substr(0, first.rfind(kOnRank)) == own) return {};
+  return c10::str("expected the same ", what, " on every rank, got ", first, " and ", text, "; ",
+                  advice);
+}
 
 // Ranks with other levels have other connections to make, and would wait for each other.
 void agree_on_levels(c10d::Store& store, int rank, const std::string& levels) {
-  const std::string own = c10::str(levels, kOnRank, rank);
-  const std::string first = claim(store, StoreNames::kLevels, own);
-  TORCH_CHECK_VALUE(
-      without_rank(first) == levels, "expected the same levels on every rank, got ", first, " and ",
-      own,
-      "; give the group the same topology on all ranks, and make_communicator() the same "
-      "two_level");
+  const std::string problem = difference(store, rank, StoreNames::kLevels, "levels", levels,
+                                         "give the group the same topology on all ranks, and "
+                                         "make_communicator() the same two_level");
+  TORCH_CHECK_VALUE(problem.empty(), problem);
 }
 
 // Removes keys of earlier calls once all ranks have come to this one; StoreNames says why. Where a
@@ -431,7 +434,7 @@ namespace {
 // for the rest until the timeout. `transport` must be equal, too. `problem` is why this rank cannot
 // make one, or empty: all ranks throw it.
 void agree_on_world_size(c10d::Store& store, int rank, int world_size, const char* transport,
-                         milliseconds timeout, const std::string& problem) {
+                         milliseconds timeout, std::string problem) {
   // The first verdict counts. Without libuv, c10d's server wakes no waiting rank for a compareSet.
   const auto decide = [&](const std::string& verdict) {
     claim(store, "verdict", verdict);
@@ -442,33 +445,23 @@ void agree_on_world_size(c10d::Store& store, int rank, int world_size, const cha
     decide(c10::str("rank ", rank, ": ", problem));
     TORCH_CHECK_VALUE(false, problem);
   }
-  const std::string over = c10::str(transport, kOnRank, rank);
-  const std::string first_over = claim(store, "transport", over);
-  if (without_rank(first_over) != transport) {
-    const std::string difference = c10::str(
-        "expected the same transport on every rank, got ", first_over, " and ", over,
-        "; give all ranks a device of the same type, and InitOptions::nccl the same value");
-    decide(difference);
-    TORCH_CHECK_VALUE(false, difference);
+  problem = difference(store, rank, "transport", "transport", transport,
+                       "give all ranks a device of the same type, and InitOptions::nccl the same "
+                       "value");
+  if (problem.empty()) {
+    problem =
+        difference(store, rank, "world_size", "world size", std::to_string(world_size),
+                   "start all ranks with the same WORLD_SIZE, or make the group with the same one");
   }
-  const std::string own = c10::str(world_size, kOnRank, rank);
-  const std::string first = claim(store, "world_size", own);
-  if (std::atoi(first.c_str()) != world_size) {
-    const std::string difference =
-        c10::str("expected the same world size on every rank, got ", first, " and ", own,
-                 "; start all ranks with the same WORLD_SIZE, or make the group with the same one");
-    decide(difference);
-    TORCH_CHECK_VALUE(false, difference);
+  if (!problem.empty()) {
+    decide(problem);
+    TORCH_CHECK_VALUE(false, problem);
   }
   if (store.add("agreed", 1) == world_size) decide("equal");
   store.wait({"decided"}, timeout);
   const std::string verdict = store.get_to_str("verdict");
   TORCH_CHECK_VALUE(verdict == "equal", verdict);
 }
-
-}  // namespace
-
-namespace {
 
 // Why this rank cannot use NCCL with its GPU, or empty. All ranks call it first.
 std::string nccl_problem(c10d::Store& store, int rank, c10::Device device) {
@@ -490,8 +483,7 @@ BackendFactory default_backend_factory(c10::Device device, const std::string& ho
   return [=](StorePtr store, int rank, int world_size, Purpose purpose,
              milliseconds timeout) -> NewBackend {
     const bool over_nccl = purpose == Purpose::kData && device.is_cuda() && nccl;
-    std::string problem;
-    problem = over_nccl ? nccl_problem(*store, rank, device) : gloo_problem(hostname);
+    std::string problem = over_nccl ? nccl_problem(*store, rank, device) : gloo_problem(hostname);
     if (!over_nccl && problem.empty()) {
       problem = make_room_for_descriptors(gloo_descriptors(world_size));
     }
