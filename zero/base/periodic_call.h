@@ -19,7 +19,7 @@ class PeriodicCall {
  public:
   // `call` must not throw, nor end this object. `name` is a string literal. Throws c10::Error when
   // the system has no thread left.
-  PeriodicCall(std::chrono::milliseconds period, std::function<void()> call, const char* name)
+  PeriodicCall(std::chrono::milliseconds period, const char* name, std::function<void()> call)
       : name_(name),
         thread_(start_thread(
             [this, period, call = std::move(call)] {

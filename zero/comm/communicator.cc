@@ -43,20 +43,16 @@ std::string late_advice(milliseconds timeout) {
       timeout.count(), " ms");
 }
 
-void check_rows(const at::Tensor& rows, int world_size, const std::string& what) {
-  TORCH_CHECK(
-      rows.defined() && rows.dim() == 2 && rows.size(0) == world_size && rows.is_contiguous(), what,
-      ": expected a contiguous tensor [world_size = ", world_size, ", n], got ",
-      rows.defined() ? c10::str(rows.sizes(), " with strides ", rows.strides())
-                     : std::string("an undefined tensor"));
-}
-
 void check_rows(const Rows& rows, int world_size, const std::string& what) {
+  const at::Tensor& values = rows.values();
   if (rows.equal()) {
-    check_rows(rows.values(), world_size, what);
+    TORCH_CHECK(values.defined() && values.dim() == 2 && values.size(0) == world_size &&
+                    values.is_contiguous(),
+                what, ": expected a contiguous tensor [world_size = ", world_size, ", n], got ",
+                values.defined() ? c10::str(values.sizes(), " with strides ", values.strides())
+                                 : std::string("an undefined tensor"));
     return;
   }
-  const at::Tensor& values = rows.values();
   TORCH_CHECK(values.dim() == 1 && values.is_contiguous() && rows.lengths().count() == world_size &&
                   values.numel() == rows.lengths().total(),
               what, ": expected ", world_size, " rows of ", rows.lengths().total(),
@@ -126,19 +122,16 @@ struct Communicator::Impl {
 
 void Communicator::Impl::watch_for_errors() {
   constexpr milliseconds kPeriod{250};
-  watch.emplace(
-      kPeriod,
-      [this] {
-        const RowExchange::Error error = exchange->error();
-        // An operation that waits for the rank itself knows more: it has a period's time.
-        if (!error.text.empty() && !seen_error.empty() && health->first_failure().empty()) {
-          health->fail(c10::str(error.text, health->where(),
-                                error.timed_out ? late_advice(health->timeout()) : kFailedAdvice));
-        }
-        seen_error = error.text;
-        look_at_first_call();
-      },
-      "errors");
+  watch.emplace(kPeriod, "errors", [this] {
+    const RowExchange::Error error = exchange->error();
+    // An operation that waits for the rank itself knows more: it has a period's time.
+    if (!error.text.empty() && !seen_error.empty() && health->first_failure().empty()) {
+      health->fail(c10::str(error.text, health->where(),
+                            error.timed_out ? late_advice(health->timeout()) : kFailedAdvice));
+    }
+    seen_error = error.text;
+    look_at_first_call();
+  });
 }
 
 void Communicator::Impl::look_at_first_call() {
@@ -158,20 +151,17 @@ void Communicator::Impl::look_at_first_call() {
 void Communicator::Impl::watch_peers() {
   constexpr milliseconds kPeriod{1000};
   if (peer_watch) return;
-  peer_watch.emplace(
-      kPeriod,
-      [this] {
-        const std::set<int> ended = health->ended_peers();
-        std::string lost;
-        for (const int peer : ended) {
-          if (seen_ended.contains(peer)) lost += c10::str(lost.empty() ? "" : ", ", "rank ", peer);
-        }
-        if (!lost.empty()) {
-          health->fail(c10::str("lost ", lost, health->where(), kFailedAdvice));
-        }
-        seen_ended = ended;
-      },
-      "peers");
+  peer_watch.emplace(kPeriod, "peers", [this] {
+    const std::set<int> ended = health->ended_peers();
+    std::string lost;
+    for (const int peer : ended) {
+      if (seen_ended.contains(peer)) lost += c10::str(lost.empty() ? "" : ", ", "rank ", peer);
+    }
+    if (!lost.empty()) {
+      health->fail(c10::str("lost ", lost, health->where(), kFailedAdvice));
+    }
+    seen_ended = ended;
+  });
 }
 
 void Communicator::Impl::check_no_reductions(const std::string& what) const {

@@ -101,22 +101,20 @@ SharedPeers::~SharedPeers() { PeerMemory::give_back_ended(); }
 uint64_t SharedPeers::announce(int to, int tag, int64_t offset, int64_t bytes) {
   RowNotices& notices = *peers_[to].notices;
   const std::lock_guard<std::mutex> lock(announce_mutex_);
-  await(
-      to, RowNotices::Kind::kTaken, [&] { return notices.has_slot(); }, timeout_);
+  await(to, RowNotices::Kind::kTaken, timeout_, [&] { return notices.has_slot(); });
   return notices.announce(tag, offset, bytes);
 }
 
 void SharedPeers::await_taken(int by, uint64_t number, milliseconds timeout) {
   const RowNotices& notices = *peers_[by].notices;
-  await(
-      by, RowNotices::Kind::kTaken, [&] { return notices.is_taken(number); }, timeout);
+  await(by, RowNotices::Kind::kTaken, timeout, [&] { return notices.is_taken(number); });
 }
 
 RowNotices::Row SharedPeers::await_row(int from, int tag, int64_t bytes, milliseconds timeout) {
   RowNotices& notices = *peers_[from].notices;
   std::optional<RowNotices::Row> row;
   const auto found = [&] { return (row = notices.find(tag)).has_value(); };
-  await(from, RowNotices::Kind::kAnnounced, found, timeout);
+  await(from, RowNotices::Kind::kAnnounced, timeout, found);
   TORCH_CHECK(row->bytes == bytes, "shared memory: expected a row of ", bytes, " bytes, got ",
               row->bytes, "; all ranks must make the same calls in the same order");
   return *row;
@@ -131,8 +129,8 @@ void SharedPeers::take(int from, uint64_t number) {
   peers_[from].notices->take(number);
 }
 
-void SharedPeers::await(int peer, RowNotices::Kind kind, c10::function_ref<bool()> ready,
-                        milliseconds timeout) {
+void SharedPeers::await(int peer, RowNotices::Kind kind, milliseconds timeout,
+                        c10::function_ref<bool()> ready) {
   using Clock = std::chrono::steady_clock;
   const RowNotices& notices = *peers_[peer].notices;
   const Clock::time_point start = Clock::now();

@@ -67,8 +67,8 @@ class SharedPeers {
 
   SharedPeers(const BackendPtr& under, std::vector<Peer> peers, std::chrono::milliseconds timeout);
   // Returns once `ready`, which notices of this kind make true.
-  void await(int peer, RowNotices::Kind kind, c10::function_ref<bool()> ready,
-             std::chrono::milliseconds timeout);
+  void await(int peer, RowNotices::Kind kind, std::chrono::milliseconds timeout,
+             c10::function_ref<bool()> ready);
 
   const BackendPtr under_;
   const std::vector<Peer> peers_;

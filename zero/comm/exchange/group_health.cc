@@ -187,19 +187,4 @@ std::string GroupHealth::first_failure() const {
   return failure_;
 }
 
-void GroupHealth::operation_begins() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++under_way_;
-}
-
-void GroupHealth::operation_ends() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  --under_way_;
-}
-
-int GroupHealth::operations_under_way() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return under_way_;
-}
-
 }  // namespace zero

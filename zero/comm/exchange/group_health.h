@@ -74,9 +74,9 @@ class GroupHealth {
   // failed, which ends them itself.
   std::set<int> ended_peers() noexcept;
 
-  void operation_begins();
-  void operation_ends();
-  int operations_under_way() const;
+  void operation_begins() { ++under_way_; }
+  void operation_ends() { --under_way_; }
+  int operations_under_way() const { return under_way_; }
 
  private:
   const int rank_;
@@ -100,7 +100,7 @@ class GroupHealth {
   std::condition_variable idle_;
   std::list<std::thread::id> acting_;  // threads that run an action
   std::string failure_;
-  int under_way_ = 0;
+  std::atomic<int> under_way_ = 0;
   struct Wait {
     c10d::Work* work;
     int peer;

@@ -20,7 +20,6 @@ namespace zero {
 namespace {
 
 using std::chrono::milliseconds;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A backend's own collective may take this much longer than the timeout it was given, so that its
 // message, which knows more, is the first.
@@ -47,6 +46,17 @@ std::string also_lost(const std::set<int>& ranks) {
   return text;
 }
 
+// The first line of what a transport threw, without the C++ backtrace.
+std::string reason_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    return error_line(error);
+  } catch (...) {
+    return "unknown exception";
+  }
+}
+
 bool out_of_memory(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
@@ -58,16 +68,6 @@ bool out_of_memory(const std::exception_ptr& thrown) {
 }
 
 }  // namespace
-
-std::string reason_of(const std::exception_ptr& thrown) {
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const std::exception& error) {
-    return error_line(error);
-  } catch (...) {
-    return "unknown exception";
-  }
-}
 
 // The failures of one operation.
 struct Operation::Failures {
@@ -141,14 +141,6 @@ Operation::~Operation() {
   if (in_transfer) {
     health_->fail(c10::str(what_, ": dropped without being waited for", health_->where()));
   }
-}
-
-void Operation::add_receive(int peer, WorkPtr work) { add(Kind::kReceive, peer, std::move(work)); }
-
-void Operation::add_send(int peer, WorkPtr work) { add(Kind::kSend, peer, std::move(work)); }
-
-void Operation::add_whole(WorkPtr work, bool stream) {
-  add(stream ? Kind::kStream : Kind::kWhole, -1, std::move(work));
 }
 
 void Operation::add(Kind kind, int peer, WorkPtr work) {

@@ -18,14 +18,12 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/comm/exchange/group_health.h"
 
 namespace zero {
-
-// The first line of what a transport threw, without the C++ backtrace.
-std::string reason_of(const std::exception_ptr& thrown);
 
 // An operation under way: a list of transfers to wait for, and actions around them. wait() goes
 // through these stages, and runs the actions of one kind in the order in which they were added:
@@ -37,6 +35,7 @@ std::string reason_of(const std::exception_ptr& thrown);
 //   at_end()            after success
 class Operation {
  public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   // `number` is that of the operation in its communicator, the same on all ranks.
   Operation(std::shared_ptr<GroupHealth> health, std::string what, int64_t number = 0);
   // Without wait(), data of a transfer may still arrive: the group counts as failed then.
@@ -67,11 +66,13 @@ class Operation {
   [[noreturn]] void fail_to_start(const std::exception_ptr& reason);
 
   // A null `work` stands for something that is done already.
-  void add_receive(int peer, c10::intrusive_ptr<c10d::Work> work);
-  void add_send(int peer, c10::intrusive_ptr<c10d::Work> work);
+  void add_receive(int peer, WorkPtr work) { add(Kind::kReceive, peer, std::move(work)); }
+  void add_send(int peer, WorkPtr work) { add(Kind::kSend, peer, std::move(work)); }
   // `work` involves all ranks at once. `stream`: wait() must let the current stream wait, not the
   // host.
-  void add_whole(c10::intrusive_ptr<c10d::Work> work, bool stream);
+  void add_whole(WorkPtr work, bool stream) {
+    add(stream ? Kind::kStream : Kind::kWhole, -1, std::move(work));
+  }
   // If `action` throws, the operation has failed; what is no CommunicationError is this rank's own
   // error, and wait() throws c10::Error.
   void before_receiving(std::function<void()> action) {
@@ -97,14 +98,14 @@ class Operation {
   struct Transfer {
     Kind kind;
     int peer;
-    c10::intrusive_ptr<c10d::Work> work;
+    WorkPtr work;
   };
   struct Failures;
   using Actions = std::vector<std::function<void()>>;
 
   // Takes all actions; an error of one is a failure of the operation.
   static void run(Actions& actions, Failures& failures);
-  void add(Kind kind, int peer, c10::intrusive_ptr<c10d::Work> work);
+  void add(Kind kind, int peer, WorkPtr work);
   // Waits for all receives, stage by stage; leaves the sends in transfers_.
   void receive_all(Clock::time_point start, Failures& failures);
   std::set<int> ended_peers() const;
