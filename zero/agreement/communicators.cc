@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <set>
 
 #include "zero/agreement/fingerprint.h"
 #include "zero/agreement/same_on_all_ranks.h"
@@ -74,11 +75,10 @@ void OptimizerCommunicators::for_each_made(const std::function<void(Communicator
 }
 
 void OptimizerCommunicators::connect(const ShardDomains& all) {
-  std::map<GroupKey, std::vector<Role>> roles;
+  std::map<GroupKey, std::set<Role>> roles;
   std::vector<Group> groups;
   const auto want = [&](const Group& group, Role role) {
-    auto& list = roles[key_of(group)];
-    if (std::find(list.begin(), list.end(), role) == list.end()) list.push_back(role);
+    roles[key_of(group)].insert(role);
     groups.push_back(group);
   };
   for (const ShardDomain& d : all.list) {
@@ -88,16 +88,12 @@ void OptimizerCommunicators::connect(const ShardDomains& all) {
     want(d.group, Role::kAgreement);
     if (d.replicas) want(*d.replicas, Role::kAgreement);
   }
-  const auto& mesh_roles = roles[key_of(all.mesh)];
-  const bool mesh_has_data =
-      std::find(mesh_roles.begin(), mesh_roles.end(), Role::kData) != mesh_roles.end();
+  const bool mesh_has_data = roles[key_of(all.mesh)].contains(Role::kData);
   const Role norm_role = mesh_has_data ? Role::kData : Role::kNorm;
   want(all.mesh, norm_role);
   // Making one waits for its ranks: all ranks make them in one order.
   for (const Group& group : agreed_order(groups)) {
-    auto& list = roles[key_of(group)];
-    std::sort(list.begin(), list.end());
-    for (const Role role : list) get(all, group, role);
+    for (const Role role : roles[key_of(group)]) get(all, group, role);
   }
   const auto comms = [&](const ShardDomain& d, Role data, Role replicas) {
     return DomainCommunicators{get(all, d.group, data),

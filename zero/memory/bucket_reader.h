@@ -33,9 +33,19 @@ class BucketReaders {
   BucketReaders(std::string rank, std::chrono::milliseconds limit)
       : rank_(std::move(rank)), limit_(limit) {}
 
-  void add(std::shared_ptr<BucketReader> reader);
+  void add(std::shared_ptr<BucketReader> reader) {
+    readers_.push_back(std::move(reader));
+    if (replays_) wait(0);
+  }
   // As BucketReader::wait(), for all of them.
-  void wait(int64_t bucket);
+  void wait(int64_t bucket) {
+    if (readers_.empty()) return;
+    OwnThreadWait limit(
+        rank_ + " waits for its thread that copies the shard for a save or a protected step",
+        limit_);
+    for (const auto& reader : readers_) reader->wait(bucket, limit);
+    if (bucket == 0) forget();
+  }
   // The shard has changed: all of them have been waited for.
   void forget() { readers_.clear(); }
   // From now on a CUDA graph may change the shard without asking, behind what the current stream
