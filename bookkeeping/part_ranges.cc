@@ -55,6 +55,16 @@ struct PlacedRange {
   PartRange range;
 };
 
+// Appends a range, joined with the last one if it goes on where that ends.
+void append(const PartRange& range, std::vector<PartRange>& ranges) {
+  if (!ranges.empty() && ranges.back().stored == range.stored &&
+      ranges.back().begin + ranges.back().numel == range.begin) {
+    ranges.back().numel += range.numel;
+  } else {
+    ranges.push_back(range);
+  }
+}
+
 }  // namespace
 
 std::vector<PartRange> part_ranges(const TensorBox& wanted, int64_t begin, int64_t numel,
@@ -80,20 +90,13 @@ std::vector<PartRange> part_ranges(const TensorBox& wanted, int64_t begin, int64
            {static_cast<int64_t>(s), there * rows.length(stored[s]) + from + shift, to - from}});
     }
   }
-  std::sort(placed.begin(), placed.end(),
-            [](const PlacedRange& a, const PlacedRange& b) { return a.at < b.at; });
+  std::ranges::sort(placed, {}, &PlacedRange::at);
   int64_t next = begin;
   for (const PlacedRange& p : placed) {
     TORCH_CHECK(p.at == next, "expected every element in one stored part, got element ",
                 std::min(p.at, next), " in ", p.at < next ? "two" : "none");
     next += p.range.numel;
-    const bool joins = !result.empty() && result.back().stored == p.range.stored &&
-                       result.back().begin + result.back().numel == p.range.begin;
-    if (joins) {
-      result.back().numel += p.range.numel;
-    } else {
-      result.push_back(p.range);
-    }
+    append(p.range, result);
   }
   TORCH_CHECK(next == begin + numel, "expected every element in one stored part, got element ",
               next, " in none");
@@ -127,13 +130,7 @@ void append(const PartRange& of_box, int64_t part, const BoxRows& rows,
     const int64_t row = (of_box.begin + done) / rows.in_box;
     const int64_t at = (of_box.begin + done) % rows.in_box;
     const int64_t numel = std::min(of_box.numel - done, rows.in_box - at);
-    const int64_t begin = row * rows.in_part + rows.before + at;
-    if (!ranges.empty() && ranges.back().stored == part &&
-        ranges.back().begin + ranges.back().numel == begin) {
-      ranges.back().numel += numel;
-    } else {
-      ranges.push_back({part, begin, numel});
-    }
+    append({part, row * rows.in_part + rows.before + at, numel}, ranges);
     done += numel;
   }
 }

@@ -58,9 +58,7 @@ std::vector<RangeOverlap> reshard(c10::ArrayRef<ParameterRange> stored,
       ++next;
     }
   }
-  std::stable_sort(
-      overlaps.begin(), overlaps.end(),
-      [](const RangeOverlap& a, const RangeOverlap& b) { return a.stored < b.stored; });
+  std::ranges::stable_sort(overlaps, {}, &RangeOverlap::stored);
   return overlaps;
 }
 

@@ -97,12 +97,6 @@ class Ranks {
   std::set<Key> order_;
 };
 
-double over_mean(int64_t most, int64_t sum, int64_t count) {
-  return sum == 0
-             ? 1
-             : static_cast<double>(most) * static_cast<double>(count) / static_cast<double>(sum);
-}
-
 }  // namespace
 
 ParameterLoad load_of(const ParameterInfo& info) {
@@ -133,39 +127,6 @@ std::vector<int64_t> assign_owners(c10::ArrayRef<ParameterLoad> parameters, int6
   std::vector<int64_t> owners(parameters.size());
   for (const int64_t p : order) owners[p] = ranks.add(share[p]);
   return owners;
-}
-
-Imbalance imbalance(const Plan& plan, c10::ArrayRef<ParameterInfo> parameters, int64_t domain) {
-  TORCH_CHECK(plan.parameter_owner.size() == parameters.size(),
-              "imbalance: expected a plan with kWholeParameters over ", parameters.size(),
-              " parameters, got one with ", plan.parameter_owner.size(), " owners");
-  std::vector<ParameterLoad> loads;  // of each rank
-  ParameterLoad sum, most;
-  int64_t longest_rows = 0;
-  for (const Bucket& bucket : plan.buckets) {
-    if (plan.arena_of(bucket).domain != domain || !plan.layout_of(bucket).is_whole()) continue;
-    loads.resize(plan.arena_of(bucket).world_size);
-    int64_t longest = 0, row = -1, row_numel = 0;  // slots are in the order of rows
-    for (const Slot& slot : bucket.slots) {
-      const ParameterLoad load = load_of(parameters[slot.parameter]);
-      const int64_t owner = plan.parameter_owner[slot.parameter];
-      row_numel = load.numel + (owner == row ? row_numel : 0);
-      row = owner;
-      longest = std::max(longest, row_numel);
-      loads[owner].numel += load.numel;
-      loads[owner].cost += load.cost;
-      sum.numel += load.numel;
-      sum.cost += load.cost;
-    }
-    longest_rows += longest;
-  }
-  for (const ParameterLoad& load : loads) {
-    most.numel = std::max(most.numel, load.numel);
-    most.cost = std::max(most.cost, load.cost);
-  }
-  const auto ranks = static_cast<int64_t>(loads.size());
-  return {over_mean(most.numel, sum.numel, ranks), over_mean(most.cost, sum.cost, ranks),
-          over_mean(longest_rows, sum.numel, ranks)};
 }
 
 }  // namespace zero

@@ -50,18 +50,4 @@ int64_t newton_schulz_cost(int64_t rows, int64_t columns);
 std::vector<int64_t> assign_owners(c10::ArrayRef<ParameterLoad> parameters, int64_t world_size,
                                    int64_t ranks_per_machine);
 
-// Largest over mean: 1 is perfect, and the number of ranks is as bad as it can be.
-struct Imbalance {
-  double numel = 1;  // elements of a rank: masters, state and gradient shards
-  double cost = 1;   // cost of a rank: time of a step
-  // Sum over buckets of the longest row over that of the mean row: bytes of an exchange that pads
-  // rows to the longest, or time of one that sends a bucket at a time.
-  double rows = 1;
-};
-
-// Returns the imbalance of the parameters of `domain` that have one owner, in a plan over
-// `parameters`; 1 throughout for a domain without any. Throws c10::Error for a plan without
-// kWholeParameters.
-Imbalance imbalance(const Plan& plan, c10::ArrayRef<ParameterInfo> parameters, int64_t domain);
-
 }  // namespace zero
