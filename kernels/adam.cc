@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cpu/update_segments.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -21,21 +22,15 @@ namespace {
 void check_segments(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
                     ElementType working_type) {
   for (const AdamSegment& segment : segments) {
-    TORCH_CHECK(segment.numel >= 0, "zero::kernels::adam_step: numel must be >= 0, got ",
-                segment.numel);
+    check_arrays("adam_step", segment.numel, segment.exp_avg, segment.exp_avg_sq, segment.gradient);
     TORCH_CHECK(segment.device_step != nullptr || segment.step >= 1,
                 "zero::kernels::adam_step: step counts this update too, so it must be >= 1, got ",
                 segment.step);
     TORCH_CHECK(segment.device_step != nullptr || options.device_lr == nullptr,
                 "zero::kernels::adam_step: device_lr needs device_step");
-    if (segment.numel == 0) {
-      continue;
-    }
+    if (segment.numel == 0) continue;
     check_state(segment, "adam_step");
     check_master(segment, working_type, "adam_step");
-    TORCH_CHECK(
-        segment.exp_avg != nullptr && segment.exp_avg_sq != nullptr && segment.gradient != nullptr,
-        "zero::kernels::adam_step: null pointer for ", segment.numel, " elements");
     TORCH_CHECK(!options.amsgrad || segment.max_exp_avg_sq != nullptr,
                 "zero::kernels::adam_step: amsgrad needs max_exp_avg_sq");
   }
@@ -66,11 +61,11 @@ void adam_step(c10::ArrayRef<AdamSegment> segments, const AdamOptions& options,
   const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
-    const char* error = cuda::adam_step(
-        segments.data(), count, coefficients_of(options),
-        {options.lr, options.beta1, options.beta2}, {options.device_lr, options.weight_decay},
-        gradient_coefficient, nonfinite, noise, working_type, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::adam_step: CUDA error: ", error);
+    check_launch("adam_step",
+                 cuda::adam_step(segments.data(), count, coefficients_of(options),
+                                 {options.lr, options.beta1, options.beta2},
+                                 {options.device_lr, options.weight_decay}, gradient_coefficient,
+                                 nonfinite, noise, working_type, stream.handle));
     return;
   }
   AdamOptions known = options;

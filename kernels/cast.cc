@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -17,9 +18,7 @@ namespace {
 
 void check_spans(c10::ArrayRef<CopySpan> spans, bool with_addends) {
   for (const CopySpan& span : spans) {
-    TORCH_CHECK(span.numel >= 0, "zero::kernels::cast_copy: numel must be >= 0, got ", span.numel);
-    TORCH_CHECK(span.numel == 0 || (span.source != nullptr && span.destination != nullptr),
-                "zero::kernels::cast_copy: null pointer for ", span.numel, " elements");
+    check_arrays("cast_copy", span.numel, span.source, span.destination);
     TORCH_CHECK(span.numel == 0 || !with_addends || span.addend != nullptr,
                 "zero::kernels::cast_copy_spans: no addend for ", span.numel, " elements");
   }
@@ -33,9 +32,9 @@ void cast_copy_spans(c10::ArrayRef<CopySpan> spans, c10::ScalarType source_dtype
   const ElementType to = element_type(destination_dtype, "cast_copy", "destination_dtype");
   check_spans(spans, with_addends);
   if (stream.cuda) {
-    const char* error = cuda::cast_copy_spans(spans.data(), static_cast<int64_t>(spans.size()),
-                                              from, to, with_addends, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::cast_copy: CUDA error: ", error);
+    check_launch("cast_copy",
+                 cuda::cast_copy_spans(spans.data(), static_cast<int64_t>(spans.size()), from, to,
+                                       with_addends, stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();
@@ -57,9 +56,7 @@ void cast_copy(const void* source, c10::ScalarType source_dtype, void* destinati
 }
 
 void round_to_bfloat16(float* values, int64_t numel) {
-  TORCH_CHECK(numel >= 0, "zero::kernels::round_to_bfloat16: numel must be >= 0, got ", numel);
-  TORCH_CHECK(numel == 0 || values != nullptr,
-              "zero::kernels::round_to_bfloat16: null pointer for ", numel, " elements");
+  check_arrays("round_to_bfloat16", numel, values);
   const RangeKernels& kernels = range_kernels();
   // A small matrix of Muon is rounded in less time than a map of blocks takes.
   if (numel <= BlockMap::kBlock) {
@@ -74,12 +71,9 @@ void round_to_bfloat16(float* values, int64_t numel) {
 
 void fill_zero(void* destination, int64_t bytes, Stream stream) {
   TORCH_CHECK(bytes >= 0, "zero::kernels::fill_zero: bytes must be >= 0, got ", bytes);
-  if (bytes == 0) {
-    return;
-  }
+  if (bytes == 0) return;
   if (stream.cuda) {
-    const char* error = cuda::fill_zero(destination, bytes, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::fill_zero: CUDA error: ", error);
+    check_launch("fill_zero", cuda::fill_zero(destination, bytes, stream.handle));
     return;
   }
   const BlockMap map(1, [&](int64_t) { return bytes; });

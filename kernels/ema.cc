@@ -3,34 +3,20 @@
 //
 #include "kernels/ema.h"
 
-#include <c10/util/Exception.h>
-
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace zero::kernels {
-namespace {
-
-void check_segments(c10::ArrayRef<EmaSegment> segments) {
-  for (const EmaSegment& segment : segments) {
-    TORCH_CHECK(segment.numel >= 0, "zero::kernels::ema_step: numel must be >= 0, got ",
-                segment.numel);
-    TORCH_CHECK(segment.numel == 0 || (segment.average != nullptr && segment.values != nullptr),
-                "zero::kernels::ema_step: null pointer for ", segment.numel, " elements");
-  }
-}
-
-}  // namespace
 
 void ema_step(c10::ArrayRef<EmaSegment> segments, float weight, const float* device_weight,
               Stream stream) {
-  check_segments(segments);
+  for (const EmaSegment& s : segments) check_arrays("ema_step", s.numel, s.average, s.values);
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
-    const char* error =
-        cuda::ema_step(segments.data(), count, weight, device_weight, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::ema_step: CUDA error: ", error);
+    check_launch("ema_step",
+                 cuda::ema_step(segments.data(), count, weight, device_weight, stream.handle));
     return;
   }
   if (device_weight != nullptr) weight = *device_weight;

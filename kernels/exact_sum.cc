@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -37,9 +38,9 @@ void add_squares_exactly(c10::ArrayRef<ConstSpan> spans, int64_t* sum, Stream st
   check_spans(spans, sum, "add_squares_exactly");
   check_blocks(spans);
   if (stream.cuda) {
-    const char* error = cuda::add_squares_exactly(spans.data(), static_cast<int64_t>(spans.size()),
-                                                  sum, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::add_squares_exactly: CUDA error: ", error);
+    check_launch("add_squares_exactly",
+                 cuda::add_squares_exactly(spans.data(), static_cast<int64_t>(spans.size()), sum,
+                                           stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();
@@ -52,9 +53,7 @@ void add_squares_exactly(c10::ArrayRef<ConstSpan> spans, int64_t* sum, Stream st
       if (mine[k] != 0) total[k] += mine[k];
     }
   });
-  for (int64_t k = 0; k < kExactNumel; ++k) {
-    sum[k] += total[k].load();
-  }
+  for (int64_t k = 0; k < kExactNumel; ++k) sum[k] += total[k].load();
   carry_limbs(sum);
 }
 
@@ -62,8 +61,7 @@ void value_of_exact_sum(const int64_t* sum, double* value, Stream stream) {
   TORCH_CHECK(sum != nullptr && value != nullptr,
               "zero::kernels::value_of_exact_sum: sum or value is null");
   if (stream.cuda) {
-    const char* error = cuda::value_of_exact_sum(sum, value, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::value_of_exact_sum: CUDA error: ", error);
+    check_launch("value_of_exact_sum", cuda::value_of_exact_sum(sum, value, stream.handle));
     return;
   }
   *value = rounded_sum(sum);

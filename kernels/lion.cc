@@ -3,8 +3,7 @@
 //
 #include "kernels/lion.h"
 
-#include <c10/util/Exception.h>
-
+#include "kernels/checks.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cpu/update_segments.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -17,15 +16,10 @@ namespace {
 
 void check_segments(c10::ArrayRef<LionSegment> segments, ElementType working_type) {
   for (const LionSegment& segment : segments) {
-    TORCH_CHECK(segment.numel >= 0, "zero::kernels::lion_step: numel must be >= 0, got ",
-                segment.numel);
-    if (segment.numel == 0) {
-      continue;
-    }
+    check_arrays("lion_step", segment.numel, segment.exp_avg, segment.gradient);
+    if (segment.numel == 0) continue;
     check_state(segment, "lion_step");
     check_master(segment, working_type, "lion_step");
-    TORCH_CHECK(segment.exp_avg != nullptr && segment.gradient != nullptr,
-                "zero::kernels::lion_step: null pointer for ", segment.numel, " elements");
   }
 }
 
@@ -42,10 +36,10 @@ void lion_step(c10::ArrayRef<LionSegment> segments, const LionOptions& options,
                      static_cast<float>(1.0 - options.beta1),    static_cast<float>(options.beta2),
                      static_cast<float>(1.0 - options.beta2),    static_cast<float>(-options.lr)};
   if (stream.cuda) {
-    const char* error =
+    check_launch(
+        "lion_step",
         cuda::lion_step(segments.data(), count, c, {options.device_lr, options.weight_decay},
-                        gradient_coefficient, nonfinite, noise, working_type, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::lion_step: CUDA error: ", error);
+                        gradient_coefficient, nonfinite, noise, working_type, stream.handle));
     return;
   }
   if (options.device_lr != nullptr) set_rate(*options.device_lr, options.weight_decay, c);

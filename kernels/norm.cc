@@ -9,6 +9,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -21,9 +22,7 @@ namespace {
 double pairwise_sum(const double* values, int64_t count) {
   if (count <= 8) {
     double sum = 0.0;
-    for (int64_t i = 0; i < count; ++i) {
-      sum += values[i];
-    }
+    for (int64_t i = 0; i < count; ++i) sum += values[i];
     return sum;
   }
   return pairwise_sum(values, count / 2) + pairwise_sum(values + count / 2, count - count / 2);
@@ -40,7 +39,7 @@ double sum_of_powers_range(const float* values, int64_t numel, double p) {
 // Adds up block_sum(values, numel) over all blocks. Values that are not finite
 // are looked for only where they have left a trace in the sum of their block.
 template <class BlockSum>
-void add_sums(c10::ArrayRef<ConstSpan> spans, const BlockSum& block_sum, double* result) {
+void add_sums(c10::ArrayRef<ConstSpan> spans, double* result, const BlockSum& block_sum) {
   const RangeKernels& kernels = range_kernels();
   const BlockMap map(static_cast<int64_t>(spans.size()), [&](int64_t i) { return spans[i].numel; });
   std::vector<double> sums(static_cast<size_t>(map.blocks()));
@@ -51,9 +50,7 @@ void add_sums(c10::ArrayRef<ConstSpan> spans, const BlockSum& block_sum, double*
       const int64_t numel = std::min(BlockMap::kBlock, end - begin);
       const double sum = block_sum(values, numel);
       sums[block] = sum;
-      if (!std::isfinite(sum)) {
-        nonfinite += kernels.count_nonfinite(values, numel);
-      }
+      if (!std::isfinite(sum)) nonfinite += kernels.count_nonfinite(values, numel);
     }
   });
   result[0] += pairwise_sum(sums.data(), map.blocks());
@@ -77,30 +74,29 @@ void sum_of_abs_powers(c10::ArrayRef<ConstSpan> spans, double p, double* result,
     TORCH_CHECK(workspace != nullptr,
                 "zero::kernels::sum_of_abs_powers: workspace is null; on a "
                 "device it is [kNormWorkspace] double");
-    const char* error = cuda::sum_of_abs_powers(spans.data(), static_cast<int64_t>(spans.size()), p,
-                                                result, workspace, kNormWorkspace, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::sum_of_abs_powers: CUDA error: ", error);
+    check_launch("sum_of_abs_powers",
+                 cuda::sum_of_abs_powers(spans.data(), static_cast<int64_t>(spans.size()), p,
+                                         result, workspace, kNormWorkspace, stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();
   if (p == 2.0) {
-    add_sums(spans, kernels.sum_of_squares, result);
+    add_sums(spans, result, kernels.sum_of_squares);
   } else if (p == 1.0) {
-    add_sums(spans, kernels.sum_of_abs, result);
+    add_sums(spans, result, kernels.sum_of_abs);
   } else {
-    add_sums(
-        spans,
-        [p](const float* values, int64_t numel) { return sum_of_powers_range(values, numel, p); },
-        result);
+    add_sums(spans, result, [p](const float* values, int64_t numel) {
+      return sum_of_powers_range(values, numel, p);
+    });
   }
 }
 
 void max_abs_bits(c10::ArrayRef<ConstSpan> spans, int64_t* result, Stream stream) {
   check_spans(spans, result, "max_abs_bits");
   if (stream.cuda) {
-    const char* error =
-        cuda::max_abs_bits(spans.data(), static_cast<int64_t>(spans.size()), result, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::max_abs_bits: CUDA error: ", error);
+    check_launch("max_abs_bits",
+                 cuda::max_abs_bits(spans.data(), static_cast<int64_t>(spans.size()), result,
+                                    stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cpu/update_segments.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -18,15 +19,10 @@ namespace {
 void check_segments(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
                     ElementType working_type) {
   for (const SgdSegment& segment : segments) {
-    TORCH_CHECK(segment.numel >= 0, "zero::kernels::sgd_step: numel must be >= 0, got ",
-                segment.numel);
-    if (segment.numel == 0) {
-      continue;
-    }
+    check_arrays("sgd_step", segment.numel, segment.gradient);
+    if (segment.numel == 0) continue;
     check_state(segment, "sgd_step");
     check_master(segment, working_type, "sgd_step");
-    TORCH_CHECK(segment.gradient != nullptr, "zero::kernels::sgd_step: null pointer for ",
-                segment.numel, " elements");
     TORCH_CHECK(options.momentum == 0.0 || segment.momentum != nullptr,
                 "zero::kernels::sgd_step: momentum ", options.momentum, " needs its array");
   }
@@ -45,10 +41,9 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
   const NoiseStep noise{options.noise_step, options.device_noise_step};
   const auto count = static_cast<int64_t>(segments.size());
   if (stream.cuda) {
-    const char* error =
-        cuda::sgd_step(segments.data(), count, c, options.device_lr, gradient_coefficient,
-                       nonfinite, noise, working_type, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::sgd_step: CUDA error: ", error);
+    check_launch("sgd_step",
+                 cuda::sgd_step(segments.data(), count, c, options.device_lr, gradient_coefficient,
+                                nonfinite, noise, working_type, stream.handle));
     return;
   }
   if (options.device_lr != nullptr) c.negative_lr = static_cast<float>(-*options.device_lr);
@@ -57,9 +52,7 @@ void sgd_step(c10::ArrayRef<SgdSegment> segments, const SgdOptions& options,
       segments, gradient_coefficient, nonfinite,
       [&](int64_t i, int64_t begin, int64_t end, float coefficient) {
         SgdSegment segment = segments[i];
-        if (segment.device_step != nullptr) {
-          segment.first_step = *segment.device_step == 1.0F;
-        }
+        if (segment.device_step != nullptr) segment.first_step = *segment.device_step == 1.0F;
         if (segment.state_type != StateType::kFloat && c.momentum != 0.0F) {
           kernels.stored_sgd(with_written_working(segment), begin, end, noise, c, coefficient,
                              working_type);

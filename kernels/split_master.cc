@@ -3,31 +3,19 @@
 //
 #include "kernels/split_master.h"
 
-#include <c10/util/Exception.h>
-
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace zero::kernels {
-namespace {
-
-void check(const char* function, int64_t numel, const void* upper, const void* lower,
-           const void* master) {
-  TORCH_CHECK(numel >= 0, "zero::kernels::", function, ": numel must be >= 0, got ", numel);
-  TORCH_CHECK(numel == 0 || (upper != nullptr && lower != nullptr && master != nullptr),
-              "zero::kernels::", function, ": null pointer for ", numel, " elements");
-}
-
-}  // namespace
 
 void join_halves(const void* upper, const int16_t* lower, int64_t numel, float* master,
                  Stream stream) {
-  check("join_halves", numel, upper, lower, master);
+  check_arrays("join_halves", numel, upper, lower, master);
   const auto* const uppers = static_cast<const uint16_t*>(upper);
   if (stream.cuda) {
-    const char* error = cuda::join_halves(uppers, lower, numel, master, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::join_halves: CUDA error: ", error);
+    check_launch("join_halves", cuda::join_halves(uppers, lower, numel, master, stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();
@@ -38,11 +26,10 @@ void join_halves(const void* upper, const int16_t* lower, int64_t numel, float* 
 }
 
 void split_halves(const float* master, int64_t numel, void* upper, int16_t* lower, Stream stream) {
-  check("split_halves", numel, upper, lower, master);
+  check_arrays("split_halves", numel, upper, lower, master);
   auto* const uppers = static_cast<uint16_t*>(upper);
   if (stream.cuda) {
-    const char* error = cuda::split_halves(master, numel, uppers, lower, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::split_halves: CUDA error: ", error);
+    check_launch("split_halves", cuda::split_halves(master, numel, uppers, lower, stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/cast.h"
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/stream.h"
@@ -15,12 +16,6 @@ namespace zero::kernels {
 namespace {
 
 static_assert(BlockMap::kBlock % kStateBlock == 0, "threads share no block");
-
-void check(const char* function, int64_t numel, const void* stored, const void* values) {
-  TORCH_CHECK(numel >= 0, "zero::kernels::", function, ": numel must be >= 0, got ", numel);
-  TORCH_CHECK(numel == 0 || (stored != nullptr && values != nullptr), "zero::kernels::", function,
-              ": null pointer for ", numel, " elements");
-}
 
 // The dtype of a state array that has one value for each element.
 c10::ScalarType dtype_of(StateType type) {
@@ -43,7 +38,7 @@ int64_t state_bytes(StateType type, int64_t numel) {
 }
 
 void decode_state(StateType type, bool root, const void* stored, int64_t numel, float* values) {
-  check("decode_state", numel, stored, values);
+  check_arrays("decode_state", numel, stored, values);
   if (type != StateType::kInt8) {
     cast_copy(stored, dtype_of(type), values, c10::ScalarType::Float, numel, nullptr, Stream{});
     return;
@@ -56,7 +51,7 @@ void decode_state(StateType type, bool root, const void* stored, int64_t numel, 
 }
 
 void encode_state(StateType type, bool root, const float* values, int64_t numel, void* stored) {
-  check("encode_state", numel, stored, values);
+  check_arrays("encode_state", numel, stored, values);
   if (type != StateType::kInt8) {
     cast_copy(values, c10::ScalarType::Float, stored, dtype_of(type), numel, nullptr, Stream{});
     return;

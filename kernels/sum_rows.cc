@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -18,9 +19,7 @@ void sum_rows(const SumRowsArgs& args, Stream stream) {
   TORCH_CHECK(args.world_size >= 1 && args.own_rank >= 0 && args.own_rank < args.world_size,
               "zero::kernels::sum_rows: own_rank must be in [0, world_size), got ", args.own_rank,
               " of ", args.world_size);
-  if (args.numel == 0) {
-    return;
-  }
+  if (args.numel == 0) return;
   const bool given = args.rows != nullptr ? !stream.cuda
                                           : args.own != nullptr &&
                                                 (args.received != nullptr || args.world_size == 1);
@@ -31,8 +30,7 @@ void sum_rows(const SumRowsArgs& args, Stream stream) {
                          args.shard,    args.numel, args.numel,    args.world_size,
                          args.own_rank, type,       args.scale,    args.accumulate};
   if (stream.cuda) {
-    const char* error = cuda::sum_rows(all, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::sum_rows: CUDA error: ", error);
+    check_launch("sum_rows", cuda::sum_rows(all, stream.handle));
     return;
   }
   const RangeKernels& kernels = range_kernels();
@@ -44,9 +42,7 @@ void sum_rows(const SumRowsArgs& args, Stream stream) {
     if (range.received != nullptr) {
       range.received = static_cast<const char*>(all.received) + begin * size;
     }
-    if (range.own != nullptr) {
-      range.own = static_cast<const char*>(all.own) + begin * size;
-    }
+    if (range.own != nullptr) range.own = static_cast<const char*>(all.own) + begin * size;
     range.shard = all.shard + begin;
     range.numel = end - begin;
     kernels.sum_rows(range);

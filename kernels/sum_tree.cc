@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/checks.h"
 #include "kernels/cpu/block_map.h"
 #include "kernels/cpu/cpu_capability.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -25,9 +26,8 @@ struct Row {
 void cast(const Row& from, float* to, int64_t numel, const float* addend, Stream stream) {
   if (stream.cuda) {
     const CopySpan span{from.data, to, numel, addend};
-    const char* error = cuda::cast_copy_spans(&span, 1, from.type, ElementType::kFloat,
-                                              addend != nullptr, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::sum_tree: CUDA error: ", error);
+    check_launch("sum_tree", cuda::cast_copy_spans(&span, 1, from.type, ElementType::kFloat,
+                                                   addend != nullptr, stream.handle));
     return;
   }
   range_kernels().cast_copy(from.data, from.type, to, ElementType::kFloat, numel, addend);
@@ -40,8 +40,7 @@ void add_rows(const void* a, const Row& b, int64_t numel, float scale, float* sh
   const SumRowsRange range{nullptr, 0,     a,         b.data, shard, numel,
                            numel,   count, count - 1, b.type, scale, accumulate};
   if (stream.cuda) {
-    const char* error = cuda::sum_rows(range, stream.handle);
-    TORCH_CHECK(error == nullptr, "zero::kernels::sum_tree: CUDA error: ", error);
+    check_launch("sum_tree", cuda::sum_rows(range, stream.handle));
     return;
   }
   range_kernels().sum_rows(range);
