@@ -3,9 +3,7 @@
 //
 // adam_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/cuda_masters.cuh"
-#include "kernels/cuda/cuda_states.cuh"
-#include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/cuda/cuda_updates.cuh"
 #include "kernels/detail/bias_correction.h"
 #include "kernels/detail/segment_parts.h"
 
@@ -151,6 +149,12 @@ __global__ void __launch_bounds__(kThreads, kAmsgrad || kType == StateType::kInt
   });
 }
 
+template <class W>
+auto float_kernel_of(const AdamCoefficients& c) {
+  return c.amsgrad ? (c.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
+                   : (c.decoupled ? adam_kernel<W, false, true> : adam_kernel<W, false, false>);
+}
+
 template <StateType kType, bool kSplit>
 auto stored_kernel_of(const AdamCoefficients& c) {
   return c.amsgrad ? (c.decoupled ? stored_adam_kernel<kType, true, true, kSplit>
@@ -166,9 +170,7 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
                       const DeviceRate& rate, const float* gradient_coefficient,
                       const double* nonfinite, const NoiseStep& noise, ElementType working_type,
                       void* stream) {
-  // Of segment i, or without elements where its state or its master are of another type.
-  const auto segment_of = [&]<class Kept, class State>(int64_t i, StateType type, Kept*, State*) {
-    const AdamSegment& s = segments[i];
+  const auto segment_of = [&]<class Kept, class State>(const AdamSegment& s, StateType type) {
     const bool taken = s.state_type == type && is_kept_as<Kept>(s);
     Segment<Kept, State> segment{kept_master<Kept>(s),
                                  static_cast<State*>(s.exp_avg),
@@ -188,38 +190,16 @@ const char* adam_step(const AdamSegment* segments, int64_t count,
     }
     return segment;
   };
-  const auto launch_with_float_state = [&]<class W>(W*) {
-    const auto kernel =
-        coefficients.amsgrad
-            ? (coefficients.decoupled ? adam_kernel<W, true, true> : adam_kernel<W, true, false>)
-            : (coefficients.decoupled ? adam_kernel<W, false, true> : adam_kernel<W, false, false>);
-    return launch_over_tiles<Segment<KeptOf<W>, float>>(
-        count,
-        [&](int64_t i) {
-          return segment_of(i, StateType::kFloat, static_cast<KeptOf<W>*>(nullptr),
-                            static_cast<float*>(nullptr));
-        },
-        kernel, stream, coefficients, powers, rate, gradient_coefficient, nonfinite);
-  };
-  const char* error = with_device_type(working_type, launch_with_float_state);
-  if (error == nullptr) {
-    error = launch_with_float_state(static_cast<Split*>(nullptr));
-  }
-  if (error != nullptr) {
-    return error;
-  }
-  return launch_for_state_types(segments, count, [&]<StateType kType, bool kSplit>() {
-    using Kept = KeptIf<kSplit>;
-    return launch_over_tiles<StoredSegment<Kept>>(
-        count,
-        [&](int64_t i) {
-          return StoredSegment<Kept>{
-              segment_of(i, kType, static_cast<Kept*>(nullptr), static_cast<void*>(nullptr)),
-              segments[i].parameter, segments[i].element};
-        },
-        stored_kernel_of<kType, kSplit>(coefficients), stream, coefficients, powers, rate, noise,
-        gradient_coefficient, nonfinite, working_type);
-  });
+  return launch_update<Segment, StoredSegment>(
+      segments, count, working_type, stream, segment_of,
+      [&]<class W>(W*, const auto& launch) {
+        return launch(float_kernel_of<W>(coefficients), coefficients, powers, rate,
+                      gradient_coefficient, nonfinite);
+      },
+      [&]<StateType kType, bool kSplit>(const auto& launch) {
+        return launch(stored_kernel_of<kType, kSplit>(coefficients), coefficients, powers, rate,
+                      noise, gradient_coefficient, nonfinite, working_type);
+      });
 }
 
 }  // namespace zero::kernels::cuda

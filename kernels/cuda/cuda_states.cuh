@@ -10,7 +10,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "kernels/cuda/cuda_packs.cuh"
@@ -155,26 +154,6 @@ __device__ void store_state(const LaneValues& lane, uint32_t key, void* array, i
       if (block.has(j)) bits[block.at(j)] = code;
     }
   }
-}
-
-// Calls launch.operator()<type, split>() for each type other than kFloat that a segment has, with
-// and without a remainder, until one returns an error, which is returned.
-template <class Segment, class Launch>
-const char* launch_for_state_types(const Segment* segments, int64_t count, const Launch& launch) {
-  const char* error = nullptr;
-  const auto take = [&]<StateType kType, bool kSplit>() {
-    const bool any = std::any_of(segments, segments + count, [&](const Segment& s) {
-      return s.state_type == kType && (s.remainder != nullptr) == kSplit;
-    });
-    if (error == nullptr && any) {
-      error = launch.template operator()<kType, kSplit>();
-    }
-  };
-  take.template operator()<StateType::kBFloat16, false>();
-  take.template operator()<StateType::kBFloat16, true>();
-  take.template operator()<StateType::kInt8, false>();
-  take.template operator()<StateType::kInt8, true>();
-  return error;
 }
 
 }  // namespace zero::kernels::cuda

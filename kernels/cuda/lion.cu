@@ -3,9 +3,7 @@
 //
 // lion_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/cuda_masters.cuh"
-#include "kernels/cuda/cuda_states.cuh"
-#include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/cuda/cuda_updates.cuh"
 #include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels::cuda {
@@ -102,41 +100,20 @@ const char* lion_step(const LionSegment* segments, int64_t count,
                       const LionCoefficients& coefficients, const DeviceRate& rate,
                       const float* gradient_coefficient, const double* nonfinite,
                       const NoiseStep& noise, ElementType working_type, void* stream) {
-  // Of segment i, or without elements where its state or its master are of another type.
-  const auto segment_of = [&]<class Kept, class State>(int64_t i, StateType type, Kept*, State*) {
-    const LionSegment& s = segments[i];
+  const auto segment_of = [&]<class Kept, class State>(const LionSegment& s, StateType type) {
     const bool taken = s.state_type == type && is_kept_as<Kept>(s);
     return Segment<Kept, State>{kept_master<Kept>(s), static_cast<State*>(s.exp_avg), s.gradient,
                                 written_working(s), taken ? s.numel : 0};
   };
-  const auto launch_with_float_state = [&]<class W>(W*) {
-    return launch_over_tiles<Segment<KeptOf<W>, float>>(
-        count,
-        [&](int64_t i) {
-          return segment_of(i, StateType::kFloat, static_cast<KeptOf<W>*>(nullptr),
-                            static_cast<float*>(nullptr));
-        },
-        lion_kernel<W>, stream, coefficients, rate, gradient_coefficient, nonfinite);
-  };
-  const char* error = with_device_type(working_type, launch_with_float_state);
-  if (error == nullptr) {
-    error = launch_with_float_state(static_cast<Split*>(nullptr));
-  }
-  if (error != nullptr) {
-    return error;
-  }
-  return launch_for_state_types(segments, count, [&]<StateType kType, bool kSplit>() {
-    using Kept = KeptIf<kSplit>;
-    return launch_over_tiles<StoredSegment<Kept>>(
-        count,
-        [&](int64_t i) {
-          return StoredSegment<Kept>{
-              segment_of(i, kType, static_cast<Kept*>(nullptr), static_cast<void*>(nullptr)),
-              segments[i].parameter, segments[i].element};
-        },
-        stored_lion_kernel<kType, kSplit>, stream, coefficients, rate, noise, gradient_coefficient,
-        nonfinite, working_type);
-  });
+  return launch_update<Segment, StoredSegment>(
+      segments, count, working_type, stream, segment_of,
+      [&]<class W>(W*, const auto& launch) {
+        return launch(lion_kernel<W>, coefficients, rate, gradient_coefficient, nonfinite);
+      },
+      [&]<StateType kType, bool kSplit>(const auto& launch) {
+        return launch(stored_lion_kernel<kType, kSplit>, coefficients, rate, noise,
+                      gradient_coefficient, nonfinite, working_type);
+      });
 }
 
 }  // namespace zero::kernels::cuda

@@ -3,9 +3,7 @@
 //
 // sgd_step for CUDA memory. Compile with -fmad=false (see update_rules.h).
 #include "kernels/cuda/cuda_kernels.h"
-#include "kernels/cuda/cuda_masters.cuh"
-#include "kernels/cuda/cuda_states.cuh"
-#include "kernels/cuda/cuda_tiles.cuh"
+#include "kernels/cuda/cuda_updates.cuh"
 #include "kernels/detail/segment_parts.h"
 
 namespace zero::kernels::cuda {
@@ -138,43 +136,24 @@ const char* sgd_step(const SgdSegment* segments, int64_t count, const SgdCoeffic
                      void* stream) {
   // Without momentum no state is touched, and its type does not matter.
   const bool momentum = coefficients.momentum != 0.0F;
-  const auto segment_of = [&]<class Kept, class State>(int64_t i, StateType type, Kept*, State*) {
-    const SgdSegment& s = segments[i];
+  const auto segment_of = [&]<class Kept, class State>(const SgdSegment& s, StateType type) {
     const bool taken = (s.state_type == type || !momentum) && is_kept_as<Kept>(s);
     return Segment<Kept, State>{kept_master<Kept>(s), static_cast<State*>(s.momentum),
                                 s.gradient,           written_working(s),
                                 taken ? s.numel : 0,  s.device_step,
                                 s.first_step};
   };
-  const auto launch_with_float_state = [&]<class W>(W*) {
-    return launch_over_tiles<Segment<KeptOf<W>, float>>(
-        count,
-        [&](int64_t i) {
-          return segment_of(i, StateType::kFloat, static_cast<KeptOf<W>*>(nullptr),
-                            static_cast<float*>(nullptr));
-        },
-        momentum ? sgd_kernel<W, true> : sgd_kernel<W, false>, stream, coefficients, device_lr,
-        gradient_coefficient, nonfinite);
-  };
-  const char* error = with_device_type(working_type, launch_with_float_state);
-  if (error == nullptr) {
-    error = launch_with_float_state(static_cast<Split*>(nullptr));
-  }
-  if (error != nullptr || !momentum) {
-    return error;
-  }
-  return launch_for_state_types(segments, count, [&]<StateType kType, bool kSplit>() {
-    using Kept = KeptIf<kSplit>;
-    return launch_over_tiles<StoredSegment<Kept>>(
-        count,
-        [&](int64_t i) {
-          return StoredSegment<Kept>{
-              segment_of(i, kType, static_cast<Kept*>(nullptr), static_cast<void*>(nullptr)),
-              segments[i].parameter, segments[i].element};
-        },
-        stored_sgd_kernel<kType, kSplit>, stream, coefficients, device_lr, noise,
-        gradient_coefficient, nonfinite, working_type);
-  });
+  return launch_update<Segment, StoredSegment>(
+      segments, count, working_type, stream, segment_of,
+      [&]<class W>(W*, const auto& launch) {
+        return launch(momentum ? sgd_kernel<W, true> : sgd_kernel<W, false>, coefficients,
+                      device_lr, gradient_coefficient, nonfinite);
+      },
+      [&]<StateType kType, bool kSplit>(const auto& launch) -> const char* {
+        if (!momentum) return nullptr;
+        return launch(stored_sgd_kernel<kType, kSplit>, coefficients, device_lr, noise,
+                      gradient_coefficient, nonfinite, working_type);
+      });
 }
 
 }  // namespace zero::kernels::cuda
