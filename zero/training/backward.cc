@@ -22,6 +22,7 @@
 #include "zero/base/normal_tensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
+#include "zero/training/engine.h"
 #include "zero/training/pass_under_way.h"
 
 namespace zero {
@@ -92,7 +93,7 @@ std::string remedy(bool update_in_backward) {
 
 }  // namespace
 
-BackwardPasses::BackwardPasses(Parts parts) : parts_(parts) {
+BackwardPasses::BackwardPasses(Engine& engine) : engine_(engine) {
   try {
     install_hooks();
   } catch (...) {  // no destructor runs, and the hooks have a pointer to this
@@ -102,7 +103,7 @@ BackwardPasses::BackwardPasses(Parts parts) : parts_(parts) {
 }
 
 void BackwardPasses::install_hooks() {
-  const std::vector<Parameter>& parameters = parts_.table.parameters();
+  const std::vector<Parameter>& parameters = engine_.table.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     const at::Tensor& tensor = parameters[i].tensor;
@@ -126,7 +127,7 @@ void BackwardPasses::install_hooks() {
 void BackwardPasses::remove_hooks() noexcept {
   try {
     for (size_t i = 0; i < after_hooks_.size(); ++i) {
-      const at::Tensor& tensor = parts_.table.parameters()[i].tensor;
+      const at::Tensor& tensor = engine_.table.parameters()[i].tensor;
       // Not one that took the place of ours.
       if (torch::autograd::impl::post_acc_grad_hooks(tensor).get() == after_hooks_[i]) {
         torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
@@ -142,27 +143,27 @@ void BackwardPasses::remove_hooks() noexcept {
 }
 
 bool BackwardPasses::takes_own_passes_only() const {
-  return parts_.reducer.micro_batches() != nullptr || parts_.update_in_backward;
+  return engine_.reducer.micro_batches() != nullptr || engine_.options.update_in_backward();
 }
 
 std::string BackwardPasses::unscaled_problem() const {
-  return any_ || parts_.record.scaler().scale() == 1.0 ? std::string() : unscaled_text();
+  return any_ || engine_.record.scaler().scale() == 1.0 ? std::string() : unscaled_text();
 }
 
 std::string BackwardPasses::unscaled_text() const {
   return "gradients of a loss that was not scaled: expected optimizer.backward(loss), or "
          "optimizer.scale_loss(loss).backward(), with a loss scale of " +
-         exact_text(parts_.record.scaler().scale()) +
+         exact_text(engine_.record.scaler().scale()) +
          ", got gradients of neither; they would be divided by that scale. Call "
          "requires_grad_(false) on parameters whose gradients of the pass are not wanted";
 }
 
 std::string BackwardPasses::untimely_problem() const {
-  if (parts_.clipping.has_clips()) {
+  if (engine_.clipping.has_clips()) {
     return "backward() between a clip and step(): expected step() next, or zero_grad() of the "
            "ZeroOptimizer to begin the step anew; clip after the last backward pass";
   }
-  if (parts_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
+  if (engine_.protocol.ema_in_use()) return std::string("a backward pass: ") + kEmaInUseProblem;
   return {};
 }
 
@@ -174,14 +175,14 @@ std::string BackwardPasses::gradient_problem() const {
         ". Call requires_grad_(false) on parameters that the pass of another optimizer reaches, as "
         "that of a GAN's generator does, or make one optimizer of all that one loss trains";
     return "a gradient outside of backward(): expected optimizer.backward(loss) " +
-           (parts_.update_in_backward
+           (engine_.options.update_in_backward()
                 ? "with update_in_backward(true), got another pass, whose gradients would update "
                   "parameters at once"
                 : std::string("for each number of micro_batches(), got another pass, of which no "
                               "micro-batch is known")) +
            of_others;
   }
-  const double scale = parts_.record.scaler().scale();
+  const double scale = engine_.record.scaler().scale();
   if (const PassUnderWay* const pass = PassUnderWay::current()) {
     if (pass->scale() == scale) return {};
     return "gradients of backward() of another optimizer: expected this optimizer's loss scale "
@@ -196,40 +197,40 @@ std::string BackwardPasses::gradient_problem() const {
 }
 
 bool BackwardPasses::before_accumulation(int64_t parameter, const at::Tensor& gradient) {
-  const at::Tensor& tensor = parts_.table.parameters()[parameter].tensor;
+  const at::Tensor& tensor = engine_.table.parameters()[parameter].tensor;
   // Of one that was frozen since the forward pass, autograd accumulates no gradient.
   if (!tensor.requires_grad() || !accumulates_into(tensor)) return false;
   bool taken = false;
   run_in_hook(parameter, [&] {
     check_waited_for(parameter);
-    parts_.reducer.before_gradient(parameter);
+    engine_.reducer.before_gradient(parameter);
     taken = !keeps_gradients() && wants_all_gradients() &&
-            parts_.reducer.take_gradient(parameter, gradient);
+            engine_.reducer.take_gradient(parameter, gradient);
   });
   return taken;
 }
 
 void BackwardPasses::after_accumulation(int64_t parameter) {
-  const Parameter& p = parts_.table.parameters()[parameter];
+  const Parameter& p = engine_.table.parameters()[parameter];
   // Autograd calls this hook also where before_accumulation() took the gradient, and for a
   // parameter that was frozen since the forward pass.
   if (!p.tensor.grad().defined() || !p.tensor.requires_grad()) return;
-  if (parts_.reducer.is_marked(parameter)) return;
+  if (engine_.reducer.is_marked(parameter)) return;
   run_in_hook(parameter, [&] {
     if (keeps_gradients()) {
-      parts_.reducer.gradient_kept(parameter);
+      engine_.reducer.gradient_kept(parameter);
     } else {
-      parts_.reducer.gradient_ready(parameter);
+      engine_.reducer.gradient_ready(parameter);
     }
   });
 }
 
 bool BackwardPasses::keeps_gradients() const {
-  return parts_.protocol.in_no_sync() || parts_.reducer.keeps_gradients();
+  return engine_.protocol.in_no_sync() || engine_.reducer.keeps_gradients();
 }
 
 std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
-  const MicroBatchSums* const micro_batches = parts_.reducer.micro_batches();
+  const MicroBatchSums* const micro_batches = engine_.reducer.micro_batches();
   if (!micro_batches || !micro_batches->is_begun() || micro_batches->is_complete()) return {};
   return c10::str(call, ": expected all backward passes of this rank's micro-batches, ",
                   micro_batches->begin(), " to ", micro_batches->end() - 1, ", or none, got ",
@@ -239,17 +240,17 @@ std::string BackwardPasses::micro_batch_problem(const std::string& call) const {
 }
 
 void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>& hand_over) {
-  parts_.protocol.check_usable();
+  engine_.protocol.check_usable();
   const std::unique_lock<std::mutex> lock = lock_hooks();
-  const c10::OptionalDeviceGuard guard(parts_.protocol.device());
+  const c10::OptionalDeviceGuard guard(engine_.protocol.device());
   const NormalTensors normal;  // buckets outlive the pass
   check_capture();
-  parts_.record.follow_loss_scale();
-  throw_if(parts_.shards.take_problem());
+  engine_.record.follow_loss_scale();
+  throw_if(engine_.shards.take_problem());
   // Before anything is accumulated, so that what is in p.grad() stays.
   if (const std::string problem = gradient_problem(); !problem.empty()) {
-    parts_.protocol.throw_misuse("gradient of " + parts_.table.parameters()[parameter].name + ": " +
-                                 problem);
+    engine_.protocol.throw_misuse("gradient of " + engine_.table.parameters()[parameter].name +
+                                  ": " + problem);
   }
   if (scaled_) any_ = true;  // zero_grad() has forgotten it
   if (PassUnderWay* const pass = PassUnderWay::current()) {
@@ -260,11 +261,11 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
     hand_over();
   } catch (const std::exception& error) {
     // A failed communicator is final, as in a collective call.
-    if (is_of_communication(error)) parts_.protocol.fail_stop([] { throw; });
-    const std::string text =
-        error_text(error) + ". Gradients are incomplete: " + remedy(parts_.update_in_backward);
+    if (is_of_communication(error)) engine_.protocol.fail_stop([] { throw; });
+    const std::string text = error_text(error) + ". Gradients are incomplete: " +
+                             remedy(engine_.options.update_in_backward());
     break_pass(text);
-    TORCH_CHECK(false, "rank ", parts_.protocol.rank(), ": ", text);
+    TORCH_CHECK(false, "rank ", engine_.protocol.rank(), ": ", text);
   }
 }
 
@@ -277,34 +278,34 @@ std::unique_lock<std::mutex> BackwardPasses::lock_hooks() {
       PassUnderWay::current() != nullptr || runs_in_.load() == std::this_thread::get_id();
   if (!free || (running_ && !of_the_pass)) {
     if (!free) lock.lock();  // the other thread uses what is changed here
-    const std::string text =
-        c10::str(kTwoThreads, ". Gradients are incomplete: ", remedy(parts_.update_in_backward));
+    const std::string text = c10::str(
+        kTwoThreads, ". Gradients are incomplete: ", remedy(engine_.options.update_in_backward()));
     break_pass(text);
-    TORCH_CHECK(false, "rank ", parts_.protocol.rank(), ": ", text);
+    TORCH_CHECK(false, "rank ", engine_.protocol.rank(), ": ", text);
   }
   return lock;
 }
 
 void BackwardPasses::break_pass(const std::string& reason) {
-  if (parts_.update_in_backward) {
-    parts_.protocol.fail_on_all_ranks(reason);
+  if (engine_.options.update_in_backward()) {
+    engine_.protocol.fail_on_all_ranks(reason);
   } else {
-    parts_.protocol.break_backward(reason);
+    engine_.protocol.break_backward(reason);
   }
 }
 
 void BackwardPasses::break_by(const std::string& pass, const std::string& error) {
   const std::lock_guard<std::mutex> lock(hooks_mutex_);
   // Else a hook of ours has said it already, with what to do.
-  if (parts_.protocol.is_backward_broken() || parts_.protocol.has_failed()) return;
+  if (engine_.protocol.is_backward_broken() || engine_.protocol.has_failed()) return;
   break_pass(pass + " ended with an exception, so gradients are incomplete; " +
-             remedy(parts_.update_in_backward) + ". It was: " + error);
+             remedy(engine_.options.update_in_backward()) + ". It was: " + error);
 }
 
 void BackwardPasses::check_waited_for(int64_t parameter) const {
   const bool was_under_way = !unwaited_.empty() && unwaited_[parameter] != 0;
-  TORCH_CHECK(!was_under_way && !parts_.gathers.is_under_way(parameter), "parameter ",
-              parts_.table.parameters()[parameter].name,
+  TORCH_CHECK(!was_under_way && !engine_.gathers.is_under_way(parameter), "parameter ",
+              engine_.table.parameters()[parameter].name,
               ": expected wait_for(module) before the module computes, since overlap_gather lets "
               "step() return while new values are received, got a gradient of a forward pass that "
               "did not wait for this one");
@@ -312,24 +313,24 @@ void BackwardPasses::check_waited_for(int64_t parameter) const {
 
 // Before anything runs: a capture that is refused later has a part of a step already.
 void BackwardPasses::check_capture() const {
-  if (!is_capturing(parts_.protocol.device())) return;
-  const std::string problem = parts_.capture_problem();
-  TORCH_CHECK(problem.empty(), "rank ", parts_.protocol.rank(), ": ", problem);
+  if (!is_capturing(engine_.protocol.device())) return;
+  const std::string problem = engine_.capture_problem(Call::kStep);
+  TORCH_CHECK(problem.empty(), "rank ", engine_.protocol.rank(), ": ", problem);
 }
 
 void BackwardPasses::throw_if(const std::string& problem) const {
-  if (!problem.empty()) parts_.protocol.throw_misuse(problem);
+  if (!problem.empty()) engine_.protocol.throw_misuse(problem);
 }
 
 void BackwardPasses::begin() {
   const NormalTensors normal;
   check_capture();
   note_gathers_under_way();
-  parts_.protocol.fail_stop([this] { parts_.gathers.finish(); });
-  parts_.record.follow_loss_scale();
+  engine_.protocol.fail_stop([this] { engine_.gathers.finish(); });
+  engine_.record.follow_loss_scale();
   any_ = true;
-  throw_if(parts_.shards.take_problem());
-  throw_if(parts_.gathers.take_problem());
+  throw_if(engine_.shards.take_problem());
+  throw_if(engine_.gathers.take_problem());
   throw_if(untimely_problem());
   throw_if(one_more_pass_problem());
   prepare_gradients();
@@ -337,9 +338,9 @@ void BackwardPasses::begin() {
 }
 
 void BackwardPasses::note_gathers_under_way() {
-  const auto count = static_cast<int64_t>(parts_.table.parameters().size());
+  const auto count = static_cast<int64_t>(engine_.table.parameters().size());
   for (int64_t p = 0; p < count; ++p) {
-    if (!parts_.gathers.is_under_way(p)) continue;
+    if (!engine_.gathers.is_under_way(p)) continue;
     unwaited_.resize(count);
     unwaited_[p] = 1;
   }
@@ -348,27 +349,27 @@ void BackwardPasses::note_gathers_under_way() {
 void BackwardPasses::prepare_gradients() {
   try {
     // Also where this pass uses none of the parameters that were reset.
-    parts_.reducer.drop_resets();
+    engine_.reducer.drop_resets();
     // Nobody looks again before the first update. Parameters that require no gradients have none,
     // and are step()'s.
-    if (parts_.update_in_backward) {
-      parts_.table.verify_values();
-      parts_.take_options();
+    if (engine_.options.update_in_backward()) {
+      engine_.table.verify_values();
+      engine_.early.take_options();
     }
   } catch (const std::exception& error) {
-    parts_.protocol.throw_misuse(error_text(error));
+    engine_.protocol.throw_misuse(error_text(error));
   }
 }
 
 std::string BackwardPasses::one_more_pass_problem() const {
-  if (!parts_.update_in_backward || !parts_.reducer.has_packed()) return {};
+  if (!engine_.options.update_in_backward() || !engine_.reducer.has_packed()) return {};
   return "backward(): expected step() after each backward pass with update_in_backward(true), got "
          "one more pass; add up the losses before one backward(), or make the optimizer without "
          "that option";
 }
 
 std::string BackwardPasses::one_more_micro_batch_problem() const {
-  const MicroBatchSums* const micro_batches = parts_.reducer.micro_batches();
+  const MicroBatchSums* const micro_batches = engine_.reducer.micro_batches();
   if (micro_batches == nullptr || !micro_batches->is_complete()) return {};
   return c10::str(
       "backward(): expected step() after the passes of this rank's micro-batches, ",
@@ -380,8 +381,8 @@ std::string BackwardPasses::one_more_micro_batch_problem() const {
 void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
                                    const std::vector<at::Tensor>& output_gradients) {
   if (output_gradients.size() > outputs.size()) {
-    parts_.protocol.check_usable();
-    parts_.protocol.throw_misuse(
+    engine_.protocol.check_usable();
+    engine_.protocol.throw_misuse(
         c10::str("backward(): expected at most one output gradient for each output, got ",
                  output_gradients.size(), " for ", outputs.size(),
                  "; give outputs and gradients in one order"));
@@ -390,8 +391,8 @@ void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
     const at::Tensor& output = outputs[i];
     const bool given = i < output_gradients.size() && output_gradients[i].defined();
     if (output.defined() && output.requires_grad() && (given || output.numel() == 1)) continue;
-    parts_.protocol.check_usable();
-    parts_.protocol.throw_misuse(
+    engine_.protocol.check_usable();
+    engine_.protocol.throw_misuse(
         c10::str("backward(): output ", i, ": expected ",
                  !output.defined() ? "a tensor, got an undefined one"
                  : !output.requires_grad()
@@ -403,7 +404,7 @@ void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
 
 std::vector<at::Tensor> BackwardPasses::scaled_gradients(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& output_gradients) const {
-  const double scale = parts_.record.scaler().scale();
+  const double scale = engine_.record.scaler().scale();
   std::vector<at::Tensor> gradients;
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (i < output_gradients.size() && output_gradients[i].defined()) {
@@ -416,8 +417,8 @@ std::vector<at::Tensor> BackwardPasses::scaled_gradients(
 }
 
 void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
-  parts_.protocol.check_usable();
-  const c10::OptionalDeviceGuard guard(parts_.protocol.device());
+  engine_.protocol.check_usable();
+  const c10::OptionalDeviceGuard guard(engine_.protocol.device());
   std::unique_lock<std::mutex> lock = lock_hooks();
   const bool inside = running_.exchange(true);
   if (!inside) runs_in_ = std::this_thread::get_id();
@@ -426,8 +427,8 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     if (!inside) unwaited_.clear();
   });
   begin();
-  if (inside && parts_.reducer.micro_batches() != nullptr) {
-    parts_.protocol.throw_misuse(
+  if (inside && engine_.reducer.micro_batches() != nullptr) {
+    engine_.protocol.throw_misuse(
         "backward() inside a backward pass: expected one pass for each number of micro_batches(), "
         "got a second one in a hook of the first; add up the losses before one backward()");
   }
@@ -442,30 +443,30 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     }
   };
   try {
-    pass = std::make_shared<PassUnderWay>(*this, parts_.record.scaler().scale());
+    pass = std::make_shared<PassUnderWay>(*this, engine_.record.scaler().scale());
     const PassUnderWay::Guard under_way(pass);
     if (!kept) {
       const std::unique_lock<std::mutex> begins = lock_hooks();
       const NormalTensors normal;
-      parts_.reducer.begin_pass();
+      engine_.reducer.begin_pass();
     }
     differentiate();
     const std::unique_lock<std::mutex> ends = lock_hooks();
     const NormalTensors normal;
-    parts_.reducer.end_pass(kept);
+    engine_.reducer.end_pass(kept);
   } catch (const std::exception& error) {
     std::string text = error_text(error);
     // Torch's check of the values that a graph saved cannot say what has replaced them.
-    const bool unwaited = parts_.gathers.overlap() &&
+    const bool unwaited = engine_.gathers.overlap() &&
                           text.find("modified by an inplace operation") != std::string::npos;
     if (unwaited) {
       text += " With overlap_gather(true) a forward pass before wait_for(module) ends in this, too";
     }
     break_all(text);
-    if (is_of_communication(error) && !parts_.protocol.has_failed()) {
-      parts_.protocol.fail_stop([] { throw; });
+    if (is_of_communication(error) && !engine_.protocol.has_failed()) {
+      engine_.protocol.fail_stop([] { throw; });
     }
-    TORCH_CHECK(!unwaited, "rank ", parts_.protocol.rank(), ": ", text);
+    TORCH_CHECK(!unwaited, "rank ", engine_.protocol.rank(), ": ", text);
     throw;
   } catch (...) {
     break_all(kNoStdException);
@@ -475,22 +476,22 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
 
 void BackwardPasses::run(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1) {
-    parts_.protocol.check_usable();
-    parts_.protocol.throw_misuse(
+    engine_.protocol.check_usable();
+    engine_.protocol.throw_misuse(
         "loss: expected a tensor of one element, got " +
         (loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined")) +
         "; use backward(outputs, output_gradients)");
   }
   if (!loss.requires_grad() && (!at::GradMode::is_enabled() || loss.is_inference())) {
-    parts_.protocol.check_usable();
-    parts_.protocol.throw_misuse(
+    engine_.protocol.check_usable();
+    engine_.protocol.throw_misuse(
         "loss: expected one that was computed with a graph, got one of a NoGradGuard or an "
         "InferenceMode, which has no gradient; end their scope before the forward pass");
   }
   run_pass([&] {
     // A loss that touches nothing trainable has no graph; its gradient is zero.
     if (!loss.requires_grad()) return;
-    loss.backward(scale_of(loss, parts_.record.scaler().scale()));
+    loss.backward(scale_of(loss, engine_.record.scaler().scale()));
   });
 }
 
@@ -510,7 +511,7 @@ void BackwardPasses::check_used(const Agreement& agreement, bool all_ranks) {
   }
   if (all_ranks && ++unused_steps_ == kUnusedSteps) {
     unused_steps_ = 0;
-    TORCH_CHECK(false, "rank ", parts_.protocol.rank(),
+    TORCH_CHECK(false, "rank ", engine_.protocol.rank(),
                 ": step(): expected a gradient from backward passes, got none for any parameter on "
                 "any rank in ",
                 kUnusedSteps,
@@ -520,7 +521,7 @@ void BackwardPasses::check_used(const Agreement& agreement, bool all_ranks) {
   }
   if (!any_ || warned_) return;
   warned_ = true;
-  TORCH_WARN("rank ", parts_.protocol.rank(),
+  TORCH_WARN("rank ", engine_.protocol.rank(),
              ": step(): expected a gradient from the backward passes since the last step, got none "
              "for any parameter on any rank, so that nothing is updated. Was the loss computed "
              "under a NoGradGuard, or from detached tensors?");
@@ -528,26 +529,26 @@ void BackwardPasses::check_used(const Agreement& agreement, bool all_ranks) {
 
 void BackwardPasses::check_by_hand() {
   for (size_t p = 0; p < by_hand_.size() && !warned_of_by_hand_; ++p) {
-    if (by_hand_[p] == 0 || parts_.reducer.used()[p] != 0) continue;
+    if (by_hand_[p] == 0 || engine_.reducer.used()[p] != 0) continue;
     warned_of_by_hand_ = true;
-    TORCH_WARN("rank ", parts_.protocol.rank(), ": step(): parameter ",
-               parts_.table.parameters()[p].name,
+    TORCH_WARN("rank ", engine_.protocol.rank(), ": step(): parameter ",
+               engine_.table.parameters()[p].name,
                ": expected a gradient in p.grad(), where the last step found one that no backward "
                "pass had made, got none, so that this rank has none for it. step() takes gradients "
                "out of p.grad(): put yours there again before each step");
   }
-  by_hand_ = parts_.reducer.by_hand();
+  by_hand_ = engine_.reducer.by_hand();
 }
 
 at::Tensor BackwardPasses::scale_loss(const at::Tensor& loss) {
-  parts_.record.follow_loss_scale();
+  engine_.record.follow_loss_scale();
   any_ = scaled_ = true;
-  const double scale = parts_.record.scaler().scale();
+  const double scale = engine_.record.scaler().scale();
   if (scale == 1.0) return loss;
   const at::Tensor scaled = loss * scale;
   if (!scaled.requires_grad()) return scaled;
   // A graph may outlive this.
-  scaled.register_hook([rank = parts_.protocol.rank()](const at::Tensor&) {
+  scaled.register_hook([rank = engine_.protocol.rank()](const at::Tensor&) {
     TORCH_CHECK(PassUnderWay::current() == nullptr, "rank ", rank,
                 ": backward(loss): expected a loss that scale_loss() has not multiplied, since "
                 "backward() of any ZeroOptimizer multiplies it by a loss scale, got one that it "

@@ -23,14 +23,6 @@
 #include <thread>
 #include <vector>
 
-#include "zero/agreement/call_protocol.h"
-#include "zero/gradients/gradient_reducer.h"
-#include "zero/memory/parameter_table.h"
-#include "zero/norm/clipping.h"
-#include "zero/update/parameter_gathers.h"
-#include "zero/update/shard_optimizer.h"
-#include "zero/update/step_record.h"
-
 namespace torch::autograd {
 struct FunctionPreHook;
 struct PostAccumulateGradHook;
@@ -38,26 +30,14 @@ struct PostAccumulateGradHook;
 
 namespace zero {
 
+struct Agreement;
+struct Engine;
+
 class BackwardPasses {
  public:
-  // The objects that a pass uses. All must outlive the passes.
-  struct Parts {
-    const ParameterTable& table;
-    GradientReducer& reducer;
-    ShardOptimizer& shards;
-    CallProtocol& protocol;
-    const Clipping& clipping;
-    StepRecord& record;
-    ParameterGathers& gathers;
-    // Returns why a step cannot be captured in a CUDA graph, or nothing. Asked in a capture alone.
-    std::function<std::string()> capture_problem = nullptr;
-    bool update_in_backward = false;  // ZeroOptions::update_in_backward
-    // With it: throws where the options of parameter groups cannot be used for an update.
-    std::function<void()> take_options = nullptr;
-  };
-
-  // Adds hooks to every managed parameter; the destructor removes them.
-  explicit BackwardPasses(Parts parts);
+  // Adds hooks to every managed parameter of `engine`, which must outlive this; the destructor
+  // removes them.
+  explicit BackwardPasses(Engine& engine);
   ~BackwardPasses() { remove_hooks(); }
   BackwardPasses(const BackwardPasses&) = delete;
   BackwardPasses& operator=(const BackwardPasses&) = delete;
@@ -143,7 +123,7 @@ class BackwardPasses {
   // Opens and closes the round around `differentiate`.
   void run_pass(const std::function<void()>& differentiate);
 
-  const Parts parts_;
+  Engine& engine_;
   // Per parameter; fewer while they are installed.
   std::vector<const torch::autograd::FunctionPreHook*> before_hooks_;
   std::vector<const torch::autograd::PostAccumulateGradHook*> after_hooks_;

@@ -10,50 +10,51 @@
 #include "bookkeeping/layout.h"
 #include "zero/base/normal_tensors.h"
 #include "zero/base/streams.h"
+#include "zero/training/engine.h"
 
 namespace zero {
 
 void EarlyUpdates::take_options() {
-  parts_.shards.groups().check(*groups_);
-  parts_.shards.groups().push(*groups_);
+  engine_.shards.groups().check(*groups_);
+  engine_.shards.groups().push(*groups_);
 }
 
 void EarlyUpdates::begin() {
   // They read the bucket that backward comes to first last.
-  parts_.readers.wait(0);
+  engine_.readers.wait(0);
   take_options();
-  std::variant<int64_t, at::Tensor> step = parts_.record.steps();
+  std::variant<int64_t, at::Tensor> step = engine_.record.steps();
   std::visit([](auto& number) { number = number + 1; }, step);
-  parts_.shards.begin_update({parts_.clipping.bound(), parts_.clipping.coefficient()}, {}, step);
-  const at::Device device = parts_.table.parameters().front().tensor.device();
+  engine_.shards.begin_update({engine_.clipping.bound(), engine_.clipping.coefficient()}, {}, step);
+  const at::Device device = engine_.table.parameters().front().tensor.device();
   if (has_streams(device)) begun_on_ = current_torch_stream(device);
 }
 
 void EarlyUpdates::before_sending(int64_t bucket, bool has_all_gradients) {
   const at::NoGradGuard no_grad;
   const NormalTensors normal;  // state that is made now outlives the pass
-  parts_.comms.run_or_close([&] {
-    if (!parts_.shards.is_updating()) begin();
+  engine_.comms->run_or_close([&] {
+    if (!engine_.shards.is_updating()) begin();
     if (begun_on_) {  // a model may use several
       const c10::Stream current = current_torch_stream(begun_on_->device());
       if (current != *begun_on_) make_wait(current, *begun_on_);
     }
-    if (has_all_gradients) parts_.shards.prepare_early(bucket);
+    if (has_all_gradients) engine_.shards.prepare_early(bucket);
   });
-  const Bucket& sent = parts_.plan.buckets[bucket];
-  if (!parts_.plan.layout_of(sent).in_place()) return;
+  const Bucket& sent = engine_.plan.buckets[bucket];
+  if (!engine_.plan.layout_of(sent).in_place()) return;
   // Now, and not when the thread that reduces is done: a graph that still needs the old values must
   // notice in every run.
-  for (const Slot& slot : sent.slots) parts_.table.bump_version(slot.parameter);
+  for (const Slot& slot : sent.slots) engine_.table.bump_version(slot.parameter);
 }
 
 void EarlyUpdates::update(int64_t bucket) {
   const at::NoGradGuard no_grad;
   const NormalTensors normal;
-  parts_.comms.run_or_close(
+  engine_.comms->run_or_close(
       [&] {
-        parts_.shards.update_early(bucket);
-        parts_.shards.update_ema(bucket);
+        engine_.shards.update_early(bucket);
+        engine_.shards.update_ema(bucket);
       },
       kFailedUpdate);
 }

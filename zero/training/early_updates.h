@@ -20,31 +20,18 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
-#include "zero/agreement/communicators.h"
-#include "zero/gradients/gradient_reducer.h"
-#include "zero/memory/bucket_reader.h"
-#include "zero/memory/parameter_table.h"
-#include "zero/norm/clipping.h"
-#include "zero/update/shard_optimizer.h"
-#include "zero/update/step_record.h"
+#include "zero/gradients/early_shards.h"
+#include "zero/update/group_options.h"
 
 namespace zero {
 
+struct Engine;
+
 class EarlyUpdates final : public BucketUpdates {
  public:
-  // The objects that an update uses. All must outlive this.
-  struct Parts {
-    const Plan& plan;
-    ParameterTable& table;
-    OptimizerCommunicators& comms;
-    ShardOptimizer& shards;
-    const Clipping& clipping;
-    const StepRecord& record;
-    BucketReaders& readers;
-  };
-  explicit EarlyUpdates(Parts parts) : parts_(parts) {}
+  // Of `engine`, which must outlive this.
+  explicit EarlyUpdates(Engine& engine) : engine_(engine) {}
 
   // An update has the options of `groups`, those that users see, as they are when it begins.
   void read_options_of(const GroupOptions::ParamGroups* groups) { groups_ = groups; }
@@ -58,7 +45,7 @@ class EarlyUpdates final : public BucketUpdates {
  private:
   void begin();
 
-  const Parts parts_;
+  Engine& engine_;
   const GroupOptions::ParamGroups* groups_ = nullptr;
   std::optional<c10::Stream> begun_on_;  // a GPU's stream of the update that is under way
 };

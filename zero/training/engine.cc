@@ -157,28 +157,6 @@ std::string static_problem(const Engine& engine) {
   return {};
 }
 
-// The reason why `call` cannot be captured in a CUDA graph, or nothing.
-std::string capture_problem(const Engine& engine, Call call) {
-  const auto refuse = [](const std::string& got) {
-    return "CUDA graph capture: expected a training step with static_graph(true), fused kernels, "
-           "a constant loss scale and NCCL between ranks, after one that was not captured, got " +
-           got + "; end the capture and run it without";
-  };
-  // Updates are on streams beside the backward pass then, which was tried in no graph.
-  if (engine.options.update_in_backward()) return refuse("update_in_backward(true)");
-  if (!engine.options.static_graph()) return refuse("an optimizer without that option");
-  if (!is_of_a_step(call)) return refuse(call_name(call));
-  if (engine.protocol.expected_rounds() == 0) return refuse("the first step");
-  if (!engine.shards.deferred()) return refuse("an optimizer that runs its own step()");
-  if (engine.record.scaler().dynamic()) return refuse("a dynamic loss scale");
-  if (engine.comms->waits_on_host(engine.protocol.device())) {
-    return refuse("a transport on which the host waits for other ranks");
-  }
-  // Its gathers would not be joined when the capture ends.
-  if (engine.options.overlap_gather()) return refuse("overlap_gather(true)");
-  return {};
-}
-
 // Why `call` cannot be made with update_in_backward, or nothing.
 std::string early_update_problem(const Engine& engine, Call call) {
   if (!engine.options.update_in_backward() || call == Call::kEndEma) return {};
@@ -229,7 +207,7 @@ Problem problem_of(const std::function<void()>& check) {
 Problem problem_before_gradients(Engine& engine, Call call) {
   Problem problem(engine.protocol.take_problem(call));
   if (problem.empty() && is_capturing(engine.protocol.device())) {
-    problem = capture_problem(engine, call);
+    problem = engine.capture_problem(call);
   }
   if (problem.empty() && call != Call::kZeroGrad) problem = early_update_problem(engine, call);
   return problem;
@@ -315,10 +293,8 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
       record(options, comms->any_half, shards.deferred(), protocol.device(), comms->rank(),
              reducer),
       readers(c10::str("rank ", comms->rank(), " of ", group().world_size()), group().timeout()),
-      early({plan, table, *comms, shards, clipping, record, readers}),
-      passes({table, reducer, shards, protocol, clipping, record, gathers,
-              [this] { return capture_problem(*this, Call::kStep); }, options.update_in_backward(),
-              [this] { early.take_options(); }}) {
+      early(*this),
+      passes(*this) {
   if (options.update_in_backward()) reducer.update_with(early);
   table.remember();
 }
@@ -384,6 +360,27 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
     agreement.rounds = 0;
   }
   return agreement;
+}
+
+std::string Engine::capture_problem(Call call) const {
+  const auto refuse = [](const std::string& got) {
+    return "CUDA graph capture: expected a training step with static_graph(true), fused kernels, "
+           "a constant loss scale and NCCL between ranks, after one that was not captured, got " +
+           got + "; end the capture and run it without";
+  };
+  // Updates are on streams beside the backward pass then, which was tried in no graph.
+  if (options.update_in_backward()) return refuse("update_in_backward(true)");
+  if (!options.static_graph()) return refuse("an optimizer without that option");
+  if (!is_of_a_step(call)) return refuse(call_name(call));
+  if (protocol.expected_rounds() == 0) return refuse("the first step");
+  if (!shards.deferred()) return refuse("an optimizer that runs its own step()");
+  if (record.scaler().dynamic()) return refuse("a dynamic loss scale");
+  if (comms->waits_on_host(protocol.device())) {
+    return refuse("a transport on which the host waits for other ranks");
+  }
+  // Its gathers would not be joined when the capture ends.
+  if (options.overlap_gather()) return refuse("overlap_gather(true)");
+  return {};
 }
 
 void Engine::check_no_gradients() const {

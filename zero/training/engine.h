@@ -83,6 +83,8 @@ struct Engine {
                   AgreedArguments arguments = {});
   // Throws unless nothing is left of a step.
   void check_no_gradients() const;
+  // Returns why `call` cannot be captured in a CUDA graph, or nothing. Asked in a capture alone.
+  std::string capture_problem(Call call) const;
 
   // --- The calls of a step (step.cc)
 
