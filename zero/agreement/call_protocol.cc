@@ -26,6 +26,7 @@ void CallProtocol::check_usable() const {
 }
 
 void CallProtocol::throw_misuse(const std::string& problem) {
+  check_usable();
   misuse_ = problem;
   comms_.channel.announce(problem);
   TORCH_CHECK(false, "rank ", rank(), ": ", problem);

@@ -51,7 +51,8 @@ class CallProtocol {
   bool in_own_process() const { return process_.here(); }
   // Throws after a failure and in a forked child. Called for each gradient.
   void check_usable() const;
-  // Throws `problem`, and leaves it for all ranks to throw in the next collective call.
+  // Throws `problem`, and leaves it for all ranks to throw in the next collective call. Throws as
+  // check_usable() does, where that throws.
   [[noreturn]] void throw_misuse(const std::string& problem);
   // Runs `body` with the parameters' device as the current one, as kernels ask for, and outside of
   // InferenceMode, since what is made in it outlives the call. An error that leaves a communicator

@@ -83,8 +83,8 @@ constexpr const char* kTwoThreads =
     "another thread";
 
 // What to do about incomplete gradients.
-std::string remedy(bool update_in_backward) {
-  return update_in_backward
+std::string remedy(const Engine& engine) {
+  return engine.options.update_in_backward()
              ? "with update_in_backward(true) some parameters may be updated already; go on from a "
                "checkpoint with a new optimizer, or by recover() with protect()"
              : "call zero_grad() on all ranks, of every optimizer that the loss reaches, and "
@@ -262,10 +262,7 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
   } catch (const std::exception& error) {
     // A failed communicator is final, as in a collective call.
     if (is_of_communication(error)) engine_.protocol.fail_stop([] { throw; });
-    const std::string text = error_text(error) + ". Gradients are incomplete: " +
-                             remedy(engine_.options.update_in_backward());
-    break_pass(text);
-    TORCH_CHECK(false, "rank ", engine_.protocol.rank(), ": ", text);
+    break_and_throw(error_text(error));
   }
 }
 
@@ -278,10 +275,7 @@ std::unique_lock<std::mutex> BackwardPasses::lock_hooks() {
       PassUnderWay::current() != nullptr || runs_in_.load() == std::this_thread::get_id();
   if (!free || (running_ && !of_the_pass)) {
     if (!free) lock.lock();  // the other thread uses what is changed here
-    const std::string text = c10::str(
-        kTwoThreads, ". Gradients are incomplete: ", remedy(engine_.options.update_in_backward()));
-    break_pass(text);
-    TORCH_CHECK(false, "rank ", engine_.protocol.rank(), ": ", text);
+    break_and_throw(kTwoThreads);
   }
   return lock;
 }
@@ -294,12 +288,18 @@ void BackwardPasses::break_pass(const std::string& reason) {
   }
 }
 
+void BackwardPasses::break_and_throw(const std::string& problem) {
+  const std::string text = problem + ". Gradients are incomplete: " + remedy(engine_);
+  break_pass(text);
+  TORCH_CHECK(false, "rank ", engine_.protocol.rank(), ": ", text);
+}
+
 void BackwardPasses::break_by(const std::string& pass, const std::string& error) {
   const std::lock_guard<std::mutex> lock(hooks_mutex_);
   // Else a hook of ours has said it already, with what to do.
   if (engine_.protocol.is_backward_broken() || engine_.protocol.has_failed()) return;
-  break_pass(pass + " ended with an exception, so gradients are incomplete; " +
-             remedy(engine_.options.update_in_backward()) + ". It was: " + error);
+  break_pass(pass + " ended with an exception, so gradients are incomplete; " + remedy(engine_) +
+             ". It was: " + error);
 }
 
 void BackwardPasses::check_waited_for(int64_t parameter) const {
@@ -381,7 +381,6 @@ std::string BackwardPasses::one_more_micro_batch_problem() const {
 void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
                                    const std::vector<at::Tensor>& output_gradients) {
   if (output_gradients.size() > outputs.size()) {
-    engine_.protocol.check_usable();
     engine_.protocol.throw_misuse(
         c10::str("backward(): expected at most one output gradient for each output, got ",
                  output_gradients.size(), " for ", outputs.size(),
@@ -391,7 +390,6 @@ void BackwardPasses::check_outputs(const std::vector<at::Tensor>& outputs,
     const at::Tensor& output = outputs[i];
     const bool given = i < output_gradients.size() && output_gradients[i].defined();
     if (output.defined() && output.requires_grad() && (given || output.numel() == 1)) continue;
-    engine_.protocol.check_usable();
     engine_.protocol.throw_misuse(
         c10::str("backward(): output ", i, ": expected ",
                  !output.defined() ? "a tensor, got an undefined one"
@@ -476,14 +474,12 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
 
 void BackwardPasses::run(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1) {
-    engine_.protocol.check_usable();
     engine_.protocol.throw_misuse(
         "loss: expected a tensor of one element, got " +
         (loss.defined() ? "shape " + c10::str(loss.sizes()) : std::string("undefined")) +
         "; use backward(outputs, output_gradients)");
   }
   if (!loss.requires_grad() && (!at::GradMode::is_enabled() || loss.is_inference())) {
-    engine_.protocol.check_usable();
     engine_.protocol.throw_misuse(
         "loss: expected one that was computed with a graph, got one of a NoGradGuard or an "
         "InferenceMode, which has no gradient; end their scope before the forward pass");

@@ -110,6 +110,8 @@ class BackwardPasses {
   std::string one_more_micro_batch_problem() const;
   // Gradients are incomplete for `reason`.
   void break_pass(const std::string& reason);
+  // The same for a `problem`, which is thrown.
+  [[noreturn]] void break_and_throw(const std::string& problem);
   // The same, unless they are already, for a `pass` that ended with `error`.
   void break_by(const std::string& pass, const std::string& error);
   // Throws c10::Error for a gradient of a graph that was made of values which a step with
