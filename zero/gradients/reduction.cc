@@ -56,17 +56,10 @@ void finish_exchange(Exchange& exchange, BufferPool& pool) {
   pool.release(exchange.reduction.rows.values());
 }
 
-void end_group(Communicator& group, const std::exception_ptr& error) {
+void end_group(Communicator& group) {
   if (!group.failed().empty()) return;
-  std::string text = "unknown exception";
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    text = error_text(known);
-  } catch (...) {
-  }
   group.abort(c10::str("a reduction failed on rank ", group.rank(), " of group \"", group.name(),
-                       "\": ", text));
+                       "\": ", text_of_caught()));
 }
 
 }  // namespace zero

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <exception>
 
 #include "zero/comm/row_communicator.h"
 #include "zero/gradients/wire_format.h"
@@ -43,8 +42,8 @@ void reduce_alone(const BucketReduction& reduction, BufferPool& pool);
 Exchange start_exchange(BucketReduction reduction, BufferPool& pool);
 // Waits, adds up and gives the buffers back. On a GPU the current stream does.
 void finish_exchange(Exchange& exchange, BufferPool& pool);
-// Ends the group for an error of this rank alone, for want of memory perhaps: the peers wait for
-// what will not be sent.
-void end_group(Communicator& group, const std::exception_ptr& error);
+// Ends the group for the error of this rank alone that is being handled, for want of memory
+// perhaps: the peers wait for what will not be sent.
+void end_group(Communicator& group);
 
 }  // namespace zero

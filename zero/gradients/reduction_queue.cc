@@ -91,11 +91,11 @@ void ReductionQueue::bound_memory(Lock& lock) {
 }
 
 void ReductionQueue::fail(Communicator& group, Lock& lock) {
-  const std::exception_ptr error = std::current_exception();
-  lock.unlock();
-  end_group(group, error);
+  if (lock.owns_lock()) lock.unlock();
+  end_group(group);
   lock.lock();
-  if (!error_) error_ = error;
+  if (!error_) error_ = std::current_exception();
+  // The transport is gone: what is left can never arrive.
   waiting_.clear();
 }
 
@@ -115,29 +115,16 @@ void ReductionQueue::start_exchanges(Lock& lock) {
     Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
     lock.unlock();
-    Exchange exchange;
-    std::exception_ptr error;
     Communicator& group = *next.reduction.group;
     try {
       if (next.packed) next.packed->block(*stream_);
-      exchange = start_exchange(std::move(next.reduction), pool_);
-    } catch (...) {
-      error = std::current_exception();
-      end_group(group, error);
-    }
-    lock.lock();
-    if (!error) {
+      Exchange exchange = start_exchange(std::move(next.reduction), pool_);
       const auto bytes = static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
-      try {
-        under_way_.push_back(std::move(exchange));
-        bytes_under_way_ += bytes;
-      } catch (...) {  // Dropping the exchange fails its group.
-        error = std::current_exception();
-      }
-    }
-    if (error) {
-      if (!error_) error_ = error;
-      waiting_.clear();
+      lock.lock();
+      under_way_.push_back(std::move(exchange));
+      bytes_under_way_ += bytes;
+    } catch (...) {
+      fail(group, lock);
     }
     changed_.notify_all();
   }
@@ -150,20 +137,15 @@ void ReductionQueue::finish_oldest(Lock& lock) {
   Exchange& exchange = under_way_.front();
   const auto bytes = static_cast<int64_t>(exchange.reduction.rows.values().nbytes());
   lock.unlock();
-  std::exception_ptr error;
   try {
     finish_exchange(exchange, pool_);
+    lock.lock();
   } catch (...) {
-    error = std::current_exception();
-    end_group(*exchange.reduction.group, error);
+    fail(*exchange.reduction.group, lock);
   }
-  lock.lock();
   ++done_;
   bytes_under_way_ -= bytes;
-  if (error && !error_) error_ = error;
   under_way_.pop_front();
-  // After an error the transport is gone: what is left can never arrive.
-  if (error_) waiting_.clear();
 }
 
 void ReductionQueue::work() {

@@ -97,7 +97,8 @@ class ReductionQueue {
   void wait_for_worker(Lock& lock);
   // Blocks push() as long as it may: until the worker, or the device, is done with enough.
   void bound_memory(Lock& lock);
-  // Ends the group for the exception that is being handled, and keeps that.
+  // Ends the group for the exception that is being handled, and keeps that. Takes the lock if it is
+  // not held.
   void fail(Communicator& group, Lock& lock);
 
   BufferPool& pool_;
