@@ -4,9 +4,8 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
-#include <c10/util/BFloat16.h>
+#include <c10/core/DynamicCast.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
@@ -83,17 +82,7 @@ bool is_as_made(const at::Tensor& marker) {
   if (marker.numel() == 0) return true;
   if (marker.numel() > 1 && marker.is_non_overlapping_and_dense()) return false;
   if (!marker.is_cpu()) return true;
-  const void* const number = marker.const_data_ptr();
-  switch (marker.scalar_type()) {
-    case at::kFloat:
-      return std::isnan(*static_cast<const float*>(number));
-    case at::kBFloat16:
-      return std::isnan(static_cast<float>(*static_cast<const c10::BFloat16*>(number)));
-    case at::kHalf:
-      return std::isnan(static_cast<float>(*static_cast<const c10::Half*>(number)));
-    default:
-      return false;
-  }
+  return std::isnan(c10::fetch_and_cast<float>(marker.scalar_type(), marker.const_data_ptr()));
 }
 
 // sum = gradient, or sum += gradient.
