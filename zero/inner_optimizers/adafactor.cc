@@ -214,8 +214,7 @@ class AdafactorAdapter : public ClassAdapter<Adafactor, AdafactorOptions, Adafac
              ZERO_OPTION(AdafactorOptions, d),
              ZERO_OPTION(AdafactorOptions, weight_decay),
              ZERO_OPTION(AdafactorOptions, maximize)},
-            {ZERO_STATE(AdafactorParamState, variance, kPlain, kWithSomeOptions)},
-            [](AdafactorParamState& s) -> int64_t& { return s.step(); }) {}
+            {ZERO_STATE(AdafactorParamState, variance, kPlain, kWithSomeOptions)}) {}
 
   bool needs_whole_parameters() const override { return true; }
   void check_options(const Options& options) const override {

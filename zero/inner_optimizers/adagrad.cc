@@ -22,8 +22,7 @@ class AdagradAdapter : public ClassAdapter<Class, ClassOptions, ClassState> {
             {ZERO_OPTION(ClassOptions, lr), ZERO_OPTION(ClassOptions, lr_decay),
              ZERO_OPTION(ClassOptions, weight_decay),
              ZERO_OPTION(ClassOptions, initial_accumulator_value), ZERO_OPTION(ClassOptions, eps)},
-            {ZERO_STATE(ClassState, sum, kPlain, kAlways)},
-            [](ClassState& s) -> int64_t& { return s.step(); }) {}
+            {ZERO_STATE(ClassState, sum, kPlain, kAlways)}) {}
 
   std::unique_ptr<State> initial_state(const Optimizer& optimizer, int64_t group,
                                        const at::Tensor& parameter) const override {

@@ -26,8 +26,7 @@ class AdamAdapter : public ClassAdapter<Class, Options, State>, public FusedUpda
               ZERO_OPTION(Options, weight_decay), ZERO_OPTION(Options, amsgrad)},
              {ZERO_STATE(State, exp_avg, kAverage, kAlways),
               ZERO_STATE(State, exp_avg_sq, kSecondMoment, kAlways),
-              ZERO_STATE(State, max_exp_avg_sq, kPlain, kWithSomeOptions)},
-             [](State& s) -> int64_t& { return s.step(); }),
+              ZERO_STATE(State, max_exp_avg_sq, kPlain, kWithSomeOptions)}),
         decoupled_(decoupled) {}
 
   std::vector<std::string> optional_state(

@@ -89,10 +89,12 @@ class OptimizerAdapter {
   // ---- State ----
 
   // The state that the constructor makes for a parameter of group `group`; null for none.
-  virtual std::unique_ptr<State> initial_state(const Optimizer& optimizer, int64_t group,
-                                               const at::Tensor& parameter) const = 0;
+  virtual std::unique_ptr<State> initial_state(const Optimizer& /*optimizer*/, int64_t /*group*/,
+                                               const at::Tensor& /*parameter*/) const {
+    return nullptr;
+  }
   // True for state that the constructor made and no step has used.
-  virtual bool is_unused(const State& state) const = 0;
+  virtual bool is_unused(const State& /*state*/) const { return false; }
   // Calls `visit` for every defined tensor as it is stored, or a copy of it, for counting bytes.
   virtual void visit_tensors(const State& state, const VisitTensor& visit) const = 0;
   // `state` of `parameter` for checkpoints. Throws c10::Error for state that cannot be stored.
@@ -107,7 +109,7 @@ class OptimizerAdapter {
                                             const at::Tensor& parameter, const InnerState& content,
                                             Moments moments) const = 0;
   // The names that step() needs of a parameter that has any state.
-  virtual std::vector<std::string> required_state() const = 0;
+  virtual std::vector<std::string> required_state() const { return {}; }
   // The names of the tensors that a step reads with these options only, zeros in a new state.
   virtual std::vector<std::string> optional_state(const Options&) const { return {}; }
   // Makes those of them that `state` of `parameter` lacks.

@@ -70,12 +70,12 @@ StateField<State> state_tensor(const char* name, Accessor, StateRole role, Neede
 template <typename Class, typename ClassOptions, typename ClassState>
 class ClassAdapter : public OptimizerAdapter {
  public:
-  using Step = int64_t& (*)(ClassState& state);
+  // Whether the class counts the updates of a parameter.
+  static constexpr bool kCounts = requires(const ClassState& state) { state.step(); };
 
-  // `step`: the count of updates, null for a class that does not count.
   ClassAdapter(const char* name, std::vector<OptionField<ClassOptions>> options,
-               std::vector<StateField<ClassState>> tensors, Step step = nullptr)
-      : name_(name), options_(std::move(options)), tensors_(std::move(tensors)), step_(step) {}
+               std::vector<StateField<ClassState>> tensors)
+      : name_(name), options_(std::move(options)), tensors_(std::move(tensors)) {}
 
   std::string name() const override { return name_; }
   bool is_class_of(const Optimizer& optimizer) const override {
@@ -107,11 +107,6 @@ class ClassAdapter : public OptimizerAdapter {
            static_cast<const ClassOptions&>(a) == static_cast<const ClassOptions&>(b);
   }
 
-  std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
-                                       const at::Tensor&) const override {
-    return nullptr;
-  }
-  bool is_unused(const State&) const override { return false; }
   void visit_tensors(const State& state, const VisitTensor& visit) const override {
     for (const auto& field : tensors_) {
       const at::Tensor& tensor = field.get(static_cast<const ClassState&>(state));
@@ -124,11 +119,7 @@ class ClassAdapter : public OptimizerAdapter {
                 ": expected the class of state that it makes, got another");
     const auto& own = static_cast<const ClassState&>(state);
     InnerState result;
-    if (step_ != nullptr) {
-      const int64_t step = step_(const_cast<ClassState&>(own));
-      const auto options = at::TensorOptions().dtype(at::kLong);
-      result.values.emplace_back("step", at::full({1}, step, options));
-    }
+    if constexpr (kCounts) result.values.emplace_back("step", at::full({1}, own.step(), at::kLong));
     for (const auto& field : tensors_) {
       const at::Tensor& tensor = field.get(own);
       if (!tensor.defined()) continue;
@@ -143,7 +134,7 @@ class ClassAdapter : public OptimizerAdapter {
     for (const auto& field : tensors_) {
       if (field.required) names.emplace_back(field.name);
     }
-    if (step_ != nullptr) names.emplace_back("step");
+    if (kCounts) names.emplace_back("step");
     return names;
   }
   void complete_state(State& state, const Options& options,
@@ -179,7 +170,6 @@ class ClassAdapter : public OptimizerAdapter {
   const char* const name_;
   const std::vector<OptionField<ClassOptions>> options_;
   const std::vector<StateField<ClassState>> tensors_;
-  const Step step_;
 };
 
 template <typename Class, typename ClassOptions, typename ClassState>
@@ -203,7 +193,7 @@ ClassAdapter<Class, ClassOptions, ClassState>::make_state(Optimizer&, int64_t,
   }
   std::map<std::string, at::Tensor> given(content.tensors.begin(), content.tensors.end());
   auto made = std::make_unique<ClassState>();
-  if (step_ != nullptr) step_(*made) = step;
+  if constexpr (kCounts) made->step(step);
   for (const auto& field : tensors_) {
     const auto found = given.find(field.name);
     if (found == given.end()) continue;

@@ -93,8 +93,8 @@ class FusedUpdate {
   virtual int64_t update_count(const torch::optim::Optimizer& optimizer,
                                const at::Tensor& master) const = 0;
   // Sets that number, above 0, in a class that counts.
-  virtual void set_update_count(torch::optim::Optimizer& optimizer, const at::Tensor& master,
-                                int64_t count) const = 0;
+  virtual void set_update_count(torch::optim::Optimizer& /*optimizer*/,
+                                const at::Tensor& /*master*/, int64_t /*count*/) const {}
 };
 
 }  // namespace zero

@@ -175,8 +175,7 @@ class LambAdapter : public ClassAdapter<Lamb, LambOptions, LambParamState> {
                       ZERO_OPTION(LambOptions, bias_correction), norm_bound<0>("least_norm"),
                       norm_bound<1>("largest_norm"), ZERO_OPTION(LambOptions, adapt)},
                      {ZERO_STATE(LambParamState, exp_avg, kPlain, kAlways),
-                      ZERO_STATE(LambParamState, exp_avg_sq, kPlain, kAlways)},
-                     [](LambParamState& s) -> int64_t& { return s.step(); }) {}
+                      ZERO_STATE(LambParamState, exp_avg_sq, kPlain, kAlways)}) {}
 
   bool needs_whole_parameters() const override { return true; }
   void check_options(const Options& options) const override {

@@ -141,7 +141,6 @@ class LionAdapter : public ClassAdapter<Lion, LionOptions, LionParamState>, publ
   int64_t update_count(const Optimizer& optimizer, const at::Tensor& master) const override {
     return find_state(optimizer, master) == nullptr ? 0 : 1;
   }
-  void set_update_count(Optimizer&, const at::Tensor&, int64_t) const override {}
 };
 
 }  // namespace

@@ -35,8 +35,7 @@ const OptimizerAdapter& rmsprop_adapter() {
        ZERO_OPTION(ClassOptions, momentum), ZERO_OPTION(ClassOptions, centered)},
       {ZERO_STATE(ClassState, square_avg, kPlain, kAlways),
        ZERO_STATE(ClassState, momentum_buffer, kPlain, kWithSomeOptions),
-       ZERO_STATE(ClassState, grad_avg, kPlain, kWithSomeOptions)},
-      [](ClassState& s) -> int64_t& { return s.step(); });
+       ZERO_STATE(ClassState, grad_avg, kPlain, kWithSomeOptions)});
   return adapter;
 }
 

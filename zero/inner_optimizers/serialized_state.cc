@@ -153,18 +153,12 @@ class SerializedAdapter : public OptimizerAdapter {
     return step_values(a) == step_values(b);
   }
 
-  std::unique_ptr<State> initial_state(const Optimizer&, int64_t,
-                                       const at::Tensor&) const override {
-    return nullptr;
-  }
-  bool is_unused(const State&) const override { return false; }
   void visit_tensors(const State& state, const VisitTensor& visit) const override;
   InnerState read_state(const Optimizer& optimizer, const State& state,
                         const at::Tensor& parameter) const override;
   std::unique_ptr<State> make_state(Optimizer& optimizer, int64_t group,
                                     const at::Tensor& parameter, const InnerState& content,
                                     Moments moments) const override;
-  std::vector<std::string> required_state() const override { return {}; }
 };
 
 std::string type_name(const torch::optim::Optimizer& optimizer) {

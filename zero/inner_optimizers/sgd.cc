@@ -66,7 +66,6 @@ class SgdAdapter : public ClassAdapter<Class, ClassOptions, ClassState>, public 
     const ClassState* state = find_state(optimizer, master);
     return state != nullptr && state->momentum_buffer().defined() ? 1 : 0;
   }
-  void set_update_count(Optimizer&, const at::Tensor&, int64_t) const override {}
 
  private:
   // The state of a segment, and whether its tensor was made just now.
