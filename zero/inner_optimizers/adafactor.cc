@@ -18,8 +18,6 @@
 #include <utility>
 
 #include "zero/inner_optimizers/class_adapter.h"
-#include "zero/inner_optimizers/euclidean_norm.h"
-#include "zero/inner_optimizers/exact_scale.h"
 #include "zero/inner_optimizers/own_class.h"
 #include "zero/inner_optimizers/registry.h"
 

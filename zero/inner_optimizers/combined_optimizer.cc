@@ -10,6 +10,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "zero/inner_optimizers/own_class.h"
+
 namespace zero {
 namespace {
 
@@ -115,11 +117,7 @@ void CombinedOptimizer::check_groups() const {
 at::Tensor CombinedOptimizer::step(LossClosure closure) {
   check_groups();
   at::NoGradGuard no_grad;
-  at::Tensor loss;
-  if (closure != nullptr) {
-    at::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
+  const at::Tensor loss = loss_of(closure);
   for (const Part& part : parts_) {
     const Lent lent(*this, part);
     part.optimizer->step();

@@ -13,7 +13,6 @@
 
 #include "kernels/lion.h"
 #include "zero/inner_optimizers/class_adapter.h"
-#include "zero/inner_optimizers/exact_scale.h"
 #include "zero/inner_optimizers/own_class.h"
 #include "zero/inner_optimizers/registry.h"
 

@@ -18,7 +18,6 @@
 #include "bookkeeping/whole_parameters.h"
 #include "kernels/sgd.h"
 #include "zero/inner_optimizers/class_adapter.h"
-#include "zero/inner_optimizers/exact_scale.h"
 #include "zero/inner_optimizers/newton_schulz.h"
 #include "zero/inner_optimizers/own_class.h"
 #include "zero/inner_optimizers/registry.h"

@@ -12,7 +12,7 @@
 #include <algorithm>
 
 #include "kernels/cast.h"
-#include "zero/inner_optimizers/euclidean_norm.h"
+#include "zero/inner_optimizers/own_class.h"
 #include "zero/muon.h"
 
 namespace zero {

@@ -1,18 +1,25 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The constructors and steps of this library's own optimizer classes share these parts.
+// The constructors and steps of this library's own optimizer classes share these parts: options,
+// loops over gradients, state, and arithmetic that libtorch rounds in another way.
 #pragma once
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 
+#include <cmath>
 #include <memory>
 #include <typeinfo>
 #include <utility>
 #include <vector>
+
+#include "kernels/norm.h"
 
 namespace zero {
 
@@ -79,6 +86,31 @@ State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot, const 
     slot = std::move(made);
   }
   return static_cast<State&>(*slot);
+}
+
+// x = x * factor, rounded once, as in Python. Tensor::mul_(Scalar) of C++ rounds the factor to the
+// dtype of x first, in libtorch 2.11: 0.975 becomes 0.9766 in bf16.
+inline void exact_scale(const at::Tensor& x, double factor) {
+  x.mul_(at::native::wrapped_scalar_tensor(factor));
+}
+
+// The norm over all elements of `x`, of no dimension, in `dtype`. libtorch 2.11 adds the squares of
+// floats up in 8 floats on a CPU: of 100 million normal numbers the norm is 1.1 % too small, and of
+// 400 million ones 42 %.
+inline at::Tensor euclidean_norm(const at::Tensor& x, at::ScalarType dtype) {
+  if (!x.is_cpu() || x.scalar_type() == at::kDouble) {
+    return at::linalg_vector_norm(x, 2, at::OptionalIntArrayRef(), /*keepdim=*/false, dtype);
+  }
+  const at::Tensor dense = x.is_non_overlapping_and_dense() ? x : x.contiguous();
+  const at::Tensor flat = dense.as_strided({dense.numel()}, {1});
+  double sums[2] = {};
+  // Elements of 16 bits are copied, so many at a time.
+  for (const at::Tensor& part : flat.split(int64_t{1} << 18)) {
+    const at::Tensor values = part.to(at::kFloat);
+    kernels::sum_of_squares(kernels::ConstSpan{values.const_data_ptr<float>(), values.numel()},
+                            sums, nullptr, {});
+  }
+  return at::full({}, static_cast<float>(std::sqrt(sums[0])), at::kFloat).to(dtype);
 }
 
 }  // namespace zero
