@@ -24,7 +24,7 @@ const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options);
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state);
 
-// One file of this folder each.
+// In the file of each class in this folder.
 const OptimizerAdapter& adafactor_adapter();
 const OptimizerAdapter& adagrad_adapter();
 const OptimizerAdapter& adam_adapter();
