@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// All that this library knows of one class of inner optimizer. Each class has a file in this
-// folder (Adam and AdamW share one) and one line in registry.cc; the class that no line names has serialized_state.cc.
+// All that this library knows of one class of inner optimizer. Each class has a file in this folder
+// (Adam and AdamW share one) and a line in registry.cc; the class that no line names has
+// serialized_state.cc.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,7 +3,6 @@
 #include "zero/inner_optimizers/registry.h"
 
 #include "zero/combined_optimizer.h"
-#include "zero/inner_optimizers/serialized_state.h"
 
 namespace zero {
 namespace {

@@ -34,5 +34,7 @@ const OptimizerAdapter& lion_adapter();
 const OptimizerAdapter& muon_adapter();
 const OptimizerAdapter& rmsprop_adapter();
 const OptimizerAdapter& sgd_adapter();
+// Of classes that this library does not know: see serialized_state.cc.
+const OptimizerAdapter& serialized_adapter();
 
 }  // namespace zero

@@ -3,7 +3,7 @@
 //
 // The state that inner optimizers keep per parameter as named tensors and values. The classes with
 // an adapter of their own give their tensors themselves, others copies: see
-// zero/inner_optimizers/serialized_state.h. OptimizerAdapter::make_state() is the way back.
+// zero/inner_optimizers/serialized_state.cc. OptimizerAdapter::make_state() is the way back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
