@@ -16,9 +16,9 @@
 // load_checkpoint(), load_plain_state(), freeze(), unfreeze(), add_param_group(), resize_rows() and
 // recover() make state. Options are the numbers that serialize() writes, a pair of them as
 // "<name>.0" and "<name>.1"; of a class without serialize() the learning rate, if it has one.
+#include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
@@ -29,7 +29,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <typeindex>
 #include <typeinfo>
@@ -77,22 +76,9 @@ void read_values(Serializable& object, const std::map<std::string, c10::IValue>&
   object.serialize(archive);
 }
 
-at::Tensor one(const c10::Scalar& value, c10::ScalarType dtype) {
-  return at::full({1}, value, at::TensorOptions().dtype(dtype));
-}
-
-// Nothing for what cannot be stored.
-std::optional<at::Tensor> as_value(const c10::IValue& value) {
-  if (value.isInt()) return one(value.toInt(), at::kLong);
-  if (value.isDouble()) return one(value.toDouble(), at::kDouble);
-  if (value.isBool()) return one(value.toBool(), at::kBool);
-  return std::nullopt;
-}
-
-c10::IValue from_value(const at::Tensor& tensor) {
-  if (tensor.scalar_type() == at::kLong) return tensor.item<int64_t>();
-  if (tensor.scalar_type() == at::kDouble) return tensor.item<double>();
-  return tensor.item<bool>();
+// What is stored as a value.
+bool is_number(const c10::IValue& value) {
+  return value.isInt() || value.isDouble() || value.isBool();
 }
 
 // `optimizer` with one scratch parameter and nothing else, until the end.
@@ -144,7 +130,7 @@ std::map<std::string, at::Tensor> by_kind(const InnerState& state) {
 // Numbers of pairs and other tuples, as numbers with a position. Lists are left out.
 void visit_numbers(const std::string& name, c10::IValue& value,
                    const std::function<void(const std::string&, c10::IValue&)>& visit) {
-  if (value.isDouble() || value.isInt() || value.isBool()) visit(name, value);
+  if (is_number(value)) visit(name, value);
   if (!value.isTuple()) return;
   std::vector<c10::IValue> elements = value.toTupleRef().elements().vec();
   for (size_t i = 0; i < elements.size(); ++i) {
@@ -197,10 +183,10 @@ InnerState SerializedAdapter::read_state(const Optimizer& optimizer, const State
     const std::string where = "state " + name + " of " + type_name(optimizer);
     if (value.isNone()) continue;
     if (!value.isTensor()) {
-      const auto number = as_value(value);
-      TORCH_CHECK(number, where, ": expected a tensor, an int, a double or a bool, got ",
+      TORCH_CHECK(is_number(value), where, ": expected a tensor, an int, a double or a bool, got ",
                   value.tagKind(), ", which cannot be cut for other numbers of ranks");
-      result.values.emplace_back(kValue + name, *number);
+      result.values.emplace_back(kValue + name,
+                                 c10::scalar_to_tensor(value.toScalar()).reshape({1}));
       continue;
     }
     const at::Tensor& tensor = value.toTensor();
@@ -239,7 +225,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state
     const bool scalar = kind.starts_with(kScalar);
     const std::string key = kind.substr(kind.find(':') + 1);
     if (!scalar) {
-      values[key] = from_value(tensor);
+      values[key] = tensor.item();
       continue;
     }
     // Some classes count on the host, others on the device.
