@@ -7,15 +7,21 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
+#include <set>
 #include <sstream>
 
 #include "zero/agreement/fingerprint.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/whole_tensor.h"
+#include "zero/training/engine.h"
 
 namespace zero {
 namespace {
+
+// The most that one operation sends.
+constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 
 // A message takes as long as copying this much.
 constexpr int64_t kSmallBytes = int64_t{256} << 10;
@@ -28,22 +34,18 @@ bool is_alone(const DomainCommunicators& comms) {
   return comms.data->world_size() == 1 && comms.replicas == nullptr;
 }
 
-}  // namespace
-
-void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms,
-                      const char* what) const {
+void send(const at::Tensor& tensor, c10::Device device, const DomainCommunicators& comms,
+          const char* what) {
   if (tensor.numel() == 0 || is_alone(comms)) return;
   at::NoGradGuard no_grad;
   // A transport between devices takes no host memory, such as a counter in a buffer.
-  const c10::Device device = arena_.device();
   const bool moves =
       tensor.device() != device && !RowCommunicator(*comms.data).waits_on_host(device);
   const at::Tensor sent = moves ? tensor.detach().to(device) : tensor.detach();
   // As bytes, since not every transport knows every dtype.
   at::Tensor flat = sent.contiguous().reshape({-1}).view(at::kByte);
   // In pieces, since each operation has the timeout to itself.
-  for (int64_t begin = 0; begin < flat.numel(); begin += kBroadcastBytes) {
-    const at::Tensor piece = flat.narrow(0, begin, std::min(kBroadcastBytes, flat.numel() - begin));
+  for (const at::Tensor& piece : flat.split(kBroadcastBytes)) {
     comms.data->broadcast(piece, 0, what).wait();
     if (comms.replicas != nullptr) comms.replicas->broadcast(piece, 0, what).wait();
   }
@@ -52,24 +54,12 @@ void Broadcasts::send(const at::Tensor& tensor, const DomainCommunicators& comms
   }
 }
 
-void Broadcasts::parameters() const {
-  std::vector<WorkingArena::Broadcast> items = arena_.broadcasts();
-  // Ranks mostly begin with the values of one seed, or have had the same values before. On a GPU a
-  // broadcast is as fast as a hash.
-  if (arena_.device().is_cpu()) {
-    const std::set<int64_t> equal = equal_domains(items);
-    std::erase_if(items, [&](const auto& item) { return equal.contains(item.domain); });
-  }
-  for (const WorkingArena::Broadcast& item : items) {
-    send(item.tensor, comms_.domains[item.domain], "parameters");
-  }
-}
-
-std::set<int64_t> Broadcasts::equal_domains(
-    const std::vector<WorkingArena::Broadcast>& items) const {
+// The domains in which all ranks have the same bits.
+std::set<int64_t> equal_domains(const std::vector<WorkingArena::Broadcast>& items,
+                                const std::vector<DomainCommunicators>& domains) {
   std::map<int64_t, Fingerprint> hashes;  // of all tensors of a domain
   for (const WorkingArena::Broadcast& item : items) {
-    if (is_alone(comms_.domains[item.domain])) continue;
+    if (is_alone(domains[item.domain])) continue;
     Fingerprint& all = hashes[item.domain];
     const Fingerprint own = fingerprint_of(item.tensor.const_data_ptr(), item.tensor.nbytes());
     all = fingerprint_of(c10::str(all[0], " ", all[2], " ", own[0], " ", own[2]));
@@ -78,7 +68,7 @@ std::set<int64_t> Broadcasts::equal_domains(
   for (const auto& [domain, hash] : hashes) {
     const at::Tensor words = at::empty({kFingerprintWords}, at::TensorOptions().dtype(at::kInt));
     std::ranges::copy(hash, words.mutable_data_ptr<int32_t>());
-    const DomainCommunicators& comms = comms_.domains[domain];
+    const DomainCommunicators& comms = domains[domain];
     for (Communicator* ranks : {comms.data, comms.replicas}) {
       if (ranks != nullptr) ranks->all_reduce_max(words, "hash of parameters").wait();
     }
@@ -87,37 +77,12 @@ std::set<int64_t> Broadcasts::equal_domains(
   return equal;
 }
 
-void Broadcasts::over_home(const std::vector<NamedTensor>& tensors, const char* what) const {
-  if (is_alone(comms_.home)) return;
-  std::vector<at::Tensor> small;
-  int64_t bytes = 0;
-  const auto send_small = [&] {
-    send_together(small, bytes, what);
-    small.clear();
-    bytes = 0;
-  };
-  for (const NamedTensor& item : tensors) {
-    // What another optimizer manages here, whose rows rank 0 may not have yet, keeps its values and
-    // its version. Another rank may need them: all send alike.
-    const at::Tensor tensor = is_managed(item.tensor) ? item.tensor.detach().clone() : item.tensor;
-    const auto needed = static_cast<int64_t>(tensor.nbytes());
-    if (needed > kSmallBytes) {
-      send(tensor, comms_.home, what);
-      continue;
-    }
-    if (needed == 0) continue;
-    if (bytes + aligned(needed) > kTogetherBytes) send_small();
-    small.push_back(tensor);
-    bytes += aligned(needed);
-  }
-  send_small();
-}
-
-void Broadcasts::send_together(const std::vector<at::Tensor>& tensors, int64_t bytes,
-                               const char* what) const {
+// In one message of `bytes`: tensors, each padded to what aligns the next.
+void send_together(const std::vector<at::Tensor>& tensors, int64_t bytes, c10::Device device,
+                   const DomainCommunicators& comms, const char* what) {
   if (bytes == 0) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor all = at::empty({bytes}, at::TensorOptions(arena_.device()).dtype(at::kByte));
+  const at::Tensor all = at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte));
   std::vector<at::Tensor> parts;  // of `all`, each with the dtype and shape of its tensor
   int64_t begin = 0;
   for (const at::Tensor& tensor : tensors) {
@@ -126,7 +91,7 @@ void Broadcasts::send_together(const std::vector<at::Tensor>& tensors, int64_t b
     parts.back().copy_(tensor.detach());
     begin += aligned(needed);
   }
-  send(all, comms_.home, what);
+  send(all, device, comms, what);
   for (size_t t = 0; t < tensors.size(); ++t) {
     if (!tensors[t].is_contiguous()) {
       overwrite(tensors[t], parts[t]);
@@ -136,6 +101,50 @@ void Broadcasts::send_together(const std::vector<at::Tensor>& tensors, int64_t b
     const at::AutoDispatchBelowADInplaceOrView same_version;
     tensors[t].detach().copy_(parts[t]);
   }
+}
+
+}  // namespace
+
+void broadcast_parameters(const Engine& engine) {
+  std::vector<WorkingArena::Broadcast> items = engine.arena.broadcasts();
+  // Ranks mostly begin with the values of one seed, or have had the same values before. On a GPU a
+  // broadcast is as fast as a hash.
+  if (engine.arena.device().is_cpu()) {
+    const std::set<int64_t> equal = equal_domains(items, engine.comms->domains);
+    std::erase_if(items, [&](const auto& item) { return equal.contains(item.domain); });
+  }
+  for (const WorkingArena::Broadcast& item : items) {
+    send(item.tensor, engine.arena.device(), engine.comms->domains[item.domain], "parameters");
+  }
+}
+
+void broadcast_over_home(const Engine& engine, const std::vector<NamedTensor>& tensors,
+                         const char* what) {
+  const DomainCommunicators& home = engine.comms->home;
+  const c10::Device device = engine.arena.device();
+  if (is_alone(home)) return;
+  std::vector<at::Tensor> small;
+  int64_t bytes = 0;
+  const auto send_small = [&] {
+    send_together(small, bytes, device, home, what);
+    small.clear();
+    bytes = 0;
+  };
+  for (const NamedTensor& item : tensors) {
+    // What another optimizer manages here, whose rows rank 0 may not have yet, keeps its values and
+    // its version. Another rank may need them: all send alike.
+    const at::Tensor tensor = is_managed(item.tensor) ? item.tensor.detach().clone() : item.tensor;
+    const auto needed = static_cast<int64_t>(tensor.nbytes());
+    if (needed > kSmallBytes) {
+      send(tensor, device, home, what);
+      continue;
+    }
+    if (needed == 0) continue;
+    if (bytes + aligned(needed) > kTogetherBytes) send_small();
+    small.push_back(tensor);
+    bytes += aligned(needed);
+  }
+  send_small();
 }
 
 std::string shapes_of(const std::vector<NamedTensor>& tensors) {

@@ -111,12 +111,11 @@ ShardOptimizer send_values_and_make_shards(Engine& engine,
   const ParameterTable& table = engine.table;
   engine.comms->explained([&] {
     engine.reducer.connect();
-    const Broadcasts broadcasts(engine.arena, *engine.comms);
-    broadcasts.parameters();
+    broadcast_parameters(engine);
     if (sent == Engine::Frozen::kNone) return;
-    broadcasts.over_home(sent == Engine::Frozen::kAll ? table.frozen() : table.unmanaged(),
-                         "frozen parameters and buffers");
-    broadcasts.over_home(table.buffers(), "frozen parameters and buffers");
+    broadcast_over_home(engine, sent == Engine::Frozen::kAll ? table.frozen() : table.unmanaged(),
+                        "frozen parameters and buffers");
+    broadcast_over_home(engine, table.buffers(), "frozen parameters and buffers");
   });
   return ShardOptimizer(
       {engine.plan, engine.table, ranks_in(engine.domains), engine.arena, engine.reducer,

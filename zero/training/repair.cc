@@ -117,9 +117,8 @@ void refresh_masters(Engine& engine) {
   at::NoGradGuard no_grad;
   engine.comms->run_or_close([&] {
     engine.arena.attach();
-    const Broadcasts broadcasts(engine.arena, *engine.comms);
-    broadcasts.parameters();
-    broadcasts.over_home(frozen, "frozen parameters");
+    broadcast_parameters(engine);
+    broadcast_over_home(engine, frozen, "frozen parameters");
     engine.shards.read_masters();
     if (engine.shards.ema() && engine.record.counts().steps == 0) engine.shards.restart_ema();
     engine.table.remember();
@@ -178,9 +177,8 @@ void broadcast_buffers(Engine& engine) {
   };
   engine.agree(Call::kBroadcastBuffers, check,
                engine.protocol.at_home(shapes_of(engine.table.buffers())));
-  engine.comms->run_or_close([&] {
-    Broadcasts(engine.arena, *engine.comms).over_home(engine.table.buffers(), "buffers");
-  });
+  engine.comms->run_or_close(
+      [&] { broadcast_over_home(engine, engine.table.buffers(), "buffers"); });
 }
 
 }  // namespace zero
