@@ -8,14 +8,17 @@
 #include <functional>
 #include <mutex>
 #include <set>
+#include <type_traits>
 #include <utility>
 
 #include "bookkeeping/layout.h"
 #include "zero/base/error_text.h"
 #include "zero/base/normal_tensors.h"
-#include "zero/optimizer/impl.h"
+#include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/listed_module.h"
 #include "zero/optimizer/plain_state.h"
+#include "zero/optimizer/recovery.h"
+#include "zero/optimizer/replanning.h"
 #include "zero/training/repair.h"
 
 namespace zero {
@@ -61,6 +64,30 @@ void run_alone(const Engine& engine, const char* call, const std::function<void(
 }
 
 }  // namespace
+
+struct ZeroOptimizer::Impl {
+  // Runs a call of the present engine, and returns what it returns.
+  template <typename Body>
+  auto run(const Body& body) {
+    const at::NoGradGuard no_grad;
+    Engine& now = *engine;
+    using Result = decltype(body(now));
+    if constexpr (std::is_void_v<Result>) {
+      now.protocol.fail_stop([&] { body(now); });
+    } else {
+      Result result;
+      now.protocol.fail_stop([&] { result = body(now); });
+      return result;
+    }
+  }
+
+  std::shared_ptr<torch::nn::Module> listed;  // null where the module is the caller's
+  std::shared_ptr<const void> rule_use;       // of ZeroOptions::skip_if()
+  std::shared_ptr<Engine> engine;  // recover() and changes of parameters put another one here
+  Checkpoints checkpoints{engine};
+  Recovery recovery{engine, checkpoints.run()};
+  Replanning replanning{engine, recovery, checkpoints};
+};
 
 ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
                              std::unique_ptr<torch::optim::Optimizer> inner, Group group,
@@ -136,8 +163,7 @@ ZeroOptimizer::NoSync ZeroOptimizer::no_sync(bool enabled) {
   if (impl_->engine->reducer.micro_batches() != nullptr) {
     protocol.throw_misuse(
         "no_sync with ZeroOptions::micro_batches: expected none, since gradients are sent after "
-        "the "
-        "last of this rank's micro-batches, got a guard; leave it out");
+        "the last of this rank's micro-batches, got a guard; leave it out");
   }
   if (impl_->engine->options.update_in_backward()) {
     protocol.throw_misuse(
