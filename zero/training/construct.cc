@@ -139,6 +139,26 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
   return lines;
 }
 
+// What ranks must agree on besides the options: layouts of groups, and costs of the parameters that
+// `here` is true for.
+std::vector<std::string> describe_layouts(const std::vector<Layout>& layouts,
+                                          const ParameterTable& table,
+                                          const torch::optim::Optimizer& inner,
+                                          const ZeroOptions& options,
+                                          const std::function<bool(const Parameter&)>& here) {
+  std::vector<std::string> lines;
+  for (size_t g = 0; g < layouts.size(); ++g) {
+    lines.push_back("layout of parameter group " + std::to_string(g) + " " +
+                    std::to_string(static_cast<int>(layouts[g])));
+  }
+  for (const Parameter& p : table.parameters()) {
+    if (!is_whole(layouts[p.group]) || !here(p)) continue;
+    lines.push_back("cost of parameter " + p.name + " " +
+                    std::to_string(cost_of(p, inner, options)));
+  }
+  return lines;
+}
+
 // The facts that ranks with the same parameters must agree on: of domain `domain`, or -1 for all.
 std::vector<std::string> describe_parameters(const torch::optim::Optimizer& inner,
                                              const ParameterTable& table,
@@ -273,9 +293,7 @@ Candidate examine(const torch::nn::Module& module, const torch::optim::Optimizer
     c.layouts = group_layouts(*inner, options);
     check_moments(*inner, options);
     c.table = std::make_unique<ParameterTable>(module, inner->param_groups(), trained);
-    check_split_masters(*c.table, *inner, c.layouts, options);
-    check_update_in_backward(*c.table, *inner, options);
-    check_micro_batches(*inner, c.layouts, group.world_size(), options);
+    check_layouts(c.layouts, *c.table, *inner, group.world_size(), options);
     check_parameters(*c.table, group, *inner, c.layouts);
     const at::Device device = c.table->parameters().front().tensor.device();
     check_wire_options(options, device);

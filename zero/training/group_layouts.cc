@@ -33,6 +33,10 @@ std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner,
 
 namespace {
 
+bool is_fused(const torch::optim::Optimizer& inner, int64_t group, const ZeroOptions& options) {
+  return options.fused() && adapter_of(inner, group).fused() != nullptr;
+}
+
 Moments moments_of_group(const ZeroOptions& options, int64_t group) {
   const auto found = options.group_moments().find(group);
   return found != options.group_moments().end() ? found->second : options.moments();
@@ -48,8 +52,7 @@ void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& opti
   }
   for (int64_t g = 0; g < groups; ++g) {
     if (moments_of_group(options, g) == Moments::kFloat32) continue;
-    const OptimizerAdapter& adapter = adapter_of(inner, g);
-    TORCH_CHECK(adapter.stores_moments() || (options.fused() && adapter.fused() != nullptr),
+    TORCH_CHECK(adapter_of(inner, g).stores_moments() || is_fused(inner, g, options),
                 "moments of parameter group ", g,
                 ": expected Moments::kFloat32 for a group without a fused kernel, since its own "
                 "step() reads state in fp32, got ",
@@ -60,9 +63,10 @@ void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& opti
   }
 }
 
+namespace {
+
 void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,
                          const std::vector<Layout>& layouts, const ZeroOptions& options) {
-  if (!options.split_masters()) return;
   for (const Parameter& p : table.parameters()) {
     const c10::ScalarType dtype = p.tensor.scalar_type();
     TORCH_CHECK(dtype != at::kHalf, "split_masters: expected bfloat16 parameters, got ", p.name,
@@ -73,7 +77,7 @@ void check_split_masters(const ParameterTable& table, const torch::optim::Optimi
                 p.name,
                 " in an arena, which keeps the upper halves, got Layout::kPerParameter; use "
                 "kContiguous or split_masters(false)");
-    TORCH_CHECK(options.fused() && adapter_of(inner, p.group).fused() != nullptr,
+    TORCH_CHECK(is_fused(inner, p.group, options),
                 "split_masters: expected a fused kernel for parameter ", p.name,
                 ", since a step() of its own reads fp32 masters, got none; use AdamW, Adam, SGD or "
                 "zero::Lion with fused(true), or split_masters(false)");
@@ -82,30 +86,40 @@ void check_split_masters(const ParameterTable& table, const torch::optim::Optimi
 
 void check_micro_batches(const torch::optim::Optimizer& inner, const std::vector<Layout>& layouts,
                          int world_size, const ZeroOptions& options) {
-  if (options.micro_batches() == 0) return;
   TORCH_CHECK(options.micro_batches() >= world_size, "micro_batches: expected at least the ",
               world_size, " ranks, so that each has a micro-batch, got ", options.micro_batches(),
               "; cut the batch into more parts, or use fewer ranks");
-  for (size_t g = 0; g < layouts.size(); ++g) {
-    const bool fused = options.fused() && adapter_of(inner, static_cast<int64_t>(g)).fused();
-    TORCH_CHECK(fused || is_whole(layouts[g]), "micro_batches: expected a fused kernel, or ",
-                "Layout::kWholeParameters, for parameter group ", g,
-                ", since a step() of its own "
-                "may round the end of a piece in another way, and pieces depend on the number of "
-                "ranks; use AdamW, Adam, SGD or zero::Lion with fused(true), or layout(",
-                g, ", Layout::kWholeParameters)");
+  for (int64_t g = 0; g < std::ssize(layouts); ++g) {
+    TORCH_CHECK(
+        is_fused(inner, g, options) || is_whole(layouts[g]),
+        "micro_batches: expected a fused kernel, or Layout::kWholeParameters, for parameter "
+        "group ",
+        g,
+        ", since a step() of its own may round the end of a piece in another way, and "
+        "pieces depend on the number of ranks; use AdamW, Adam, SGD or zero::Lion with "
+        "fused(true), or layout(",
+        g, ", Layout::kWholeParameters)");
   }
 }
 
 void check_update_in_backward(const ParameterTable& table, const torch::optim::Optimizer& inner,
                               const ZeroOptions& options) {
-  if (!options.update_in_backward()) return;
   for (const Parameter& p : table.parameters()) {
-    TORCH_CHECK(options.fused() && adapter_of(inner, p.group).fused() != nullptr,
+    TORCH_CHECK(is_fused(inner, p.group, options),
                 "update_in_backward: expected a fused kernel for parameter ", p.name,
                 ", since a step() of its own updates all buckets at once, got none; use AdamW, "
                 "Adam, SGD or zero::Lion with fused(true), or update_in_backward(false)");
   }
+}
+
+}  // namespace
+
+void check_layouts(const std::vector<Layout>& layouts, const ParameterTable& table,
+                   const torch::optim::Optimizer& inner, int world_size,
+                   const ZeroOptions& options) {
+  if (options.split_masters()) check_split_masters(table, inner, layouts, options);
+  if (options.update_in_backward()) check_update_in_backward(table, inner, options);
+  if (options.micro_batches() > 0) check_micro_batches(inner, layouts, world_size, options);
 }
 
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options) {
@@ -123,24 +137,6 @@ int64_t cost_of(const Parameter& parameter, const torch::optim::Optimizer& inner
   TORCH_CHECK(cost >= 0, "owner_cost: expected 0 or more for parameter ", parameter.name,
               " of shape ", c10::IntArrayRef(parameter.sizes), ", got ", cost);
   return cost;
-}
-
-std::vector<std::string> describe_layouts(const std::vector<Layout>& layouts,
-                                          const ParameterTable& table,
-                                          const torch::optim::Optimizer& inner,
-                                          const ZeroOptions& options,
-                                          const std::function<bool(const Parameter&)>& here) {
-  std::vector<std::string> lines;
-  for (size_t g = 0; g < layouts.size(); ++g) {
-    lines.push_back("layout of parameter group " + std::to_string(g) + " " +
-                    std::to_string(static_cast<int>(layouts[g])));
-  }
-  for (const Parameter& p : table.parameters()) {
-    if (!is_whole(layouts[p.group]) || !here(p)) continue;
-    lines.push_back("cost of parameter " + p.name + " " +
-                    std::to_string(cost_of(p, inner, options)));
-  }
-  return lines;
 }
 
 }  // namespace zero

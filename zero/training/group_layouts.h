@@ -8,8 +8,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
-#include <functional>
-#include <string>
 #include <vector>
 
 #include "bookkeeping/memory.h"
@@ -28,16 +26,12 @@ inline bool is_whole(Layout layout) { return layout == Layout::kWholeParameters;
 // Throws c10::Error where the options ask for moments that are not fp32 of a group that does not
 // exist, or whose class neither has a fused kernel nor stores them itself.
 void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options);
-// Throws c10::Error where the options ask for split masters of parameters that cannot have them.
-void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,
-                         const std::vector<Layout>& layouts, const ZeroOptions& options);
-// Throws c10::Error where the bits of a step would depend on the number of ranks in spite of
-// ZeroOptions::micro_batches.
-void check_micro_batches(const torch::optim::Optimizer& inner, const std::vector<Layout>& layouts,
-                         int world_size, const ZeroOptions& options);
-// Throws c10::Error where the options ask for update_in_backward of parameters that cannot have it.
-void check_update_in_backward(const ParameterTable& table, const torch::optim::Optimizer& inner,
-                              const ZeroOptions& options);
+// Throws c10::Error where the options ask for split masters or update_in_backward of parameters
+// that cannot have them, and where the bits of a step would depend on the number of ranks in spite
+// of ZeroOptions::micro_batches.
+void check_layouts(const std::vector<Layout>& layouts, const ParameterTable& table,
+                   const torch::optim::Optimizer& inner, int world_size,
+                   const ZeroOptions& options);
 // Returns how the moments of each parameter of `table` are stored.
 std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOptions& options);
 
@@ -45,13 +39,5 @@ std::vector<Moments> parameter_moments(const ParameterTable& table, const ZeroOp
 // a negative one.
 int64_t cost_of(const Parameter& parameter, const torch::optim::Optimizer& inner,
                 const ZeroOptions& options);
-
-// What ranks must agree on besides the options: layouts of groups, and costs of the parameters that
-// `here` is true for.
-std::vector<std::string> describe_layouts(const std::vector<Layout>& layouts,
-                                          const ParameterTable& table,
-                                          const torch::optim::Optimizer& inner,
-                                          const ZeroOptions& options,
-                                          const std::function<bool(const Parameter&)>& here);
 
 }  // namespace zero
