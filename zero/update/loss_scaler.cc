@@ -14,8 +14,7 @@ LossScaler::LossScaler(const LossScalerOptions& options, int64_t max_skipped, in
       max_skipped_(max_skipped),
       rank_(rank),
       dynamic_(true),
-      scale_(options.initial_scale()),
-      hysteresis_left_(options.hysteresis()) {
+      state_{.scale = options.initial_scale(), .hysteresis_left = options.hysteresis()} {
   TORCH_CHECK(std::isfinite(options.min_scale()) && options.min_scale() > 0,
               "loss scaler: expected a positive, finite min_scale, got ", options.min_scale());
   TORCH_CHECK(std::isfinite(options.max_scale()), "loss scaler: expected a finite max_scale, got ",
@@ -39,19 +38,19 @@ LossScaler::LossScaler(const LossScalerOptions& options, int64_t max_skipped, in
 void LossScaler::update(bool skipped) {
   if (!dynamic_) return;
   if (!skipped) {
-    skipped_at_min_ = 0;
-    if (++good_steps_ >= options_.growth_interval()) {
-      scale_ = std::min(scale_ * options_.growth_factor(), options_.max_scale());
-      good_steps_ = 0;
-      hysteresis_left_ = options_.hysteresis();
+    state_.skipped_at_min = 0;
+    if (++state_.good_steps >= options_.growth_interval()) {
+      state_.scale = std::min(state_.scale * options_.growth_factor(), options_.max_scale());
+      state_.good_steps = 0;
+      state_.hysteresis_left = options_.hysteresis();
     }
     return;
   }
-  good_steps_ = 0;
-  if (scale_ <= options_.min_scale()) {
-    ++skipped_at_min_;
-    TORCH_CHECK(max_skipped_ == 0 || skipped_at_min_ <= max_skipped_, "rank ", rank_,
-                ": loss scaler: ", skipped_at_min_,
+  state_.good_steps = 0;
+  if (state_.scale <= options_.min_scale()) {
+    ++state_.skipped_at_min;
+    TORCH_CHECK(max_skipped_ == 0 || state_.skipped_at_min <= max_skipped_, "rank ", rank_,
+                ": loss scaler: ", state_.skipped_at_min,
                 " steps in a row were skipped for non-finite gradients at the minimum scale ",
                 options_.min_scale(), "; expected at most ", max_skipped_,
                 ", ZeroOptions::max_skipped_in_a_row. The model has diverged or its inputs "
@@ -59,19 +58,17 @@ void LossScaler::update(bool skipped) {
                 "these layers in bfloat16 or float32");
     return;
   }
-  if (--hysteresis_left_ > 0) return;
-  hysteresis_left_ = 1;  // once used up, every further bad step shrinks the scale
-  scale_ = std::max(scale_ * options_.backoff_factor(), options_.min_scale());
+  if (--state_.hysteresis_left > 0) return;
+  state_.hysteresis_left = 1;  // once used up, every further bad step shrinks the scale
+  state_.scale = std::max(state_.scale * options_.backoff_factor(), options_.min_scale());
 }
 
 void LossScaler::set_state(const State& state) {
   TORCH_CHECK(std::isfinite(state.scale) && state.scale > 0,
               "loss scaler: expected a positive, finite scale, got ", state.scale);
   if (!dynamic_) return;
-  scale_ = std::clamp(state.scale, options_.min_scale(), options_.max_scale());
-  good_steps_ = state.good_steps;
-  hysteresis_left_ = state.hysteresis_left;
-  skipped_at_min_ = state.skipped_at_min;
+  state_ = state;
+  state_.scale = std::clamp(state.scale, options_.min_scale(), options_.max_scale());
 }
 
 }  // namespace zero

@@ -25,7 +25,7 @@ class LossScaler {
   explicit LossScaler(const LossScalerOptions& options, int64_t max_skipped = 0, int rank = 0);
 
   bool dynamic() const { return dynamic_; }
-  double scale() const { return scale_; }
+  double scale() const { return state_.scale; }
 
   // Takes the outcome of one step. Throws c10::Error when more than max_skipped steps in a row were
   // skipped at the minimum scale, unless it is 0.
@@ -38,7 +38,7 @@ class LossScaler {
     int64_t hysteresis_left = 1;  // bad steps until the scale shrinks
     int64_t skipped_at_min = 0;   // in a row
   };
-  State state() const { return {scale_, good_steps_, hysteresis_left_, skipped_at_min_}; }
+  const State& state() const { return state_; }
   // Moves the scale in `state` between min_scale and max_scale, which need not be those that it was
   // saved with. Throws c10::Error when it is not positive and finite.
   void set_state(const State& state);
@@ -48,10 +48,7 @@ class LossScaler {
   int64_t max_skipped_ = 0;
   int rank_ = 0;
   bool dynamic_ = false;
-  double scale_ = 1.0;
-  int64_t good_steps_ = 0;
-  int64_t hysteresis_left_ = 1;
-  int64_t skipped_at_min_ = 0;
+  State state_;
 };
 
 }  // namespace zero
