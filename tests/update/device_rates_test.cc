@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/update/device_rates.h"
+#include "zero/update/group_options.h"
 
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>

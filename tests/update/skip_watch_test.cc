@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/update/skip_watch.h"
+#include "zero/update/step_record.h"
 
 #include <gtest/gtest.h>
 
