@@ -4,7 +4,6 @@
 // Replanning::resize_rows(): the engine is made anew over the communicators that are there, and
 // masters and state move between the shards of both.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
@@ -179,13 +178,10 @@ struct KindName {
   }
 };
 
-// One tensor of each parameter that has it.
+// One tensor, or one number, of each parameter that has it.
 struct Kind : KindName {
-  std::vector<uint8_t> of;  // per parameter
-};
-// One number of each parameter that has it.
-struct ValueKind : Kind {
-  std::vector<int64_t> bits;  // per parameter, as bits_of()
+  std::vector<uint8_t> of;    // per parameter
+  std::vector<int64_t> bits;  // of numbers: per parameter, as bits_of()
 };
 
 int64_t bits_of(const at::Tensor& value) {
@@ -201,8 +197,7 @@ at::Tensor value_of(int64_t bits, c10::ScalarType dtype) {
 // A segment of this rank, with the memory of its tensors.
 struct HeldSegment {
   Segment segment;
-  std::map<KindName, at::Tensor> tensors;  // 1-D; given away kind by kind
-  std::map<KindName, at::Tensor> values;
+  std::map<KindName, at::Tensor> tensors;  // 1-D; given away kind by kind, but for numbers
 };
 
 // This rank's shard and what ranks have agreed to be in the shards of all.
@@ -210,7 +205,6 @@ struct HeldShards {
   Plan plan;
   std::vector<HeldSegment> segments;
   std::vector<Kind> kinds;
-  std::vector<ValueKind> values;
   StepCounts::Values counts;
   LossScaler::State scale;
 };
@@ -232,7 +226,7 @@ std::vector<HeldSegment> collect_segments(Engine& engine) {
   const torch::optim::Optimizer& inner = engine.shards.inner_with_counts();
   std::vector<HeldSegment> segments;
   for (const SegmentTensors& s : engine.shards.segments()) {
-    HeldSegment h{s.segment, {}, {}};
+    HeldSegment h{s.segment, {}};
     const auto add = [&](const std::string& name, const at::Tensor& tensor) {
       h.tensors[{false, tensor.scalar_type(), name}] = elements_of(tensor, s.master);
     };
@@ -241,7 +235,7 @@ std::vector<HeldSegment> collect_segments(Engine& engine) {
     if (auto state = read_inner_state(inner, s.group, s.master)) {
       for (const auto& [name, tensor] : state->tensors) add(name, tensor);
       for (auto& [name, value] : state->values) {
-        h.values[{true, value.scalar_type(), name}] = std::move(value);
+        h.tensors[{true, value.scalar_type(), name}] = std::move(value);
       }
     }
     segments.push_back(std::move(h));
@@ -254,7 +248,6 @@ std::vector<KindName> names_on_all_ranks(Communicator& control, const HeldShards
   std::set<KindName> names;
   for (const HeldSegment& h : held.segments) {
     for (const auto& [name, tensor] : h.tensors) names.insert(name);
-    for (const auto& [name, value] : h.values) names.insert(name);
   }
   std::string own;
   for (const KindName& name : names) own += name.to_text();
@@ -274,8 +267,7 @@ at::Tensor flags_on_all_ranks(Communicator& control, int64_t parameters,
   auto* const flag = flags.mutable_data_ptr<int32_t>();
   for (const HeldSegment& h : held.segments) {
     for (size_t k = 0; k < names.size(); ++k) {
-      const bool has_it = h.tensors.contains(names[k]) || h.values.contains(names[k]);
-      if (has_it) flag[h.segment.parameter] |= 1 << k;
+      if (h.tensors.contains(names[k])) flag[h.segment.parameter] |= 1 << k;
     }
   }
   control.all_reduce_or(flags, "state of parameters").wait();
@@ -289,8 +281,8 @@ std::vector<int64_t> values_on_all_ranks(Communicator& control, int64_t paramete
       at::full({parameters}, std::numeric_limits<int64_t>::min(), at::TensorOptions(at::kLong));
   auto* const bit = bits.mutable_data_ptr<int64_t>();
   for (const HeldSegment& h : held.segments) {
-    const auto value = h.values.find(name);
-    if (value != h.values.end()) bit[h.segment.parameter] = bits_of(value->second);
+    const auto value = h.tensors.find(name);
+    if (value != h.tensors.end()) bit[h.segment.parameter] = bits_of(value->second);
   }
   control.all_reduce_max(bits, "counts of parameters").wait();
   return {bit, bit + parameters};
@@ -302,14 +294,10 @@ void agree_on_kinds(Communicator& control, int64_t parameters, HeldShards& held)
   const at::Tensor flags = flags_on_all_ranks(control, parameters, names, held);
   const auto* const flag = flags.const_data_ptr<int32_t>();
   for (size_t k = 0; k < names.size(); ++k) {
-    Kind kind{names[k], {}};
+    Kind kind{names[k], {}, {}};
     for (int64_t p = 0; p < parameters; ++p) kind.of.push_back(flag[p] >> k & 1);
-    if (kind.is_value) {
-      held.values.push_back(
-          {std::move(kind), values_on_all_ranks(control, parameters, names[k], held)});
-    } else {
-      held.kinds.push_back(std::move(kind));
-    }
+    if (kind.is_value) kind.bits = values_on_all_ranks(control, parameters, names[k], held);
+    held.kinds.push_back(std::move(kind));
   }
 }
 
@@ -410,8 +398,8 @@ void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sou
   for (const HeldSegment& h : from.segments) own[h.segment.bucket].push_back(&h);
   for (size_t b = 0; b < from.plan.buckets.size(); ++b) {
     const Bucket& bucket = from.plan.buckets[b];
-    const bool has_kind = std::any_of(bucket.slots.begin(), bucket.slots.end(),
-                                      [&](const Slot& s) { return kind.of[s.parameter] != 0; });
+    const bool has_kind =
+        std::ranges::any_of(bucket.slots, [&](const Slot& s) { return kind.of[s.parameter] != 0; });
     if (!has_kind) continue;
     const Rows rows = gather_bucket(engine, from, kind, b, own[b]);
     copy_bucket(from.plan, bucket, rows.values().view({-1}), sources, targets);
@@ -457,7 +445,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
   const std::vector<SegmentTensors>& segments = engine.shards.segments();
   std::vector<InnerState> states(segments.size());
   for (const Kind& kind : from.kinds) {
-    if (kind.name == kMaster || kind.name == kEmaKind) continue;
+    if (kind.is_value || kind.name == kMaster || kind.name == kEmaKind) continue;
     std::vector<at::Tensor> into;
     for (const SegmentTensors& s : segments) {
       into.emplace_back();
@@ -478,11 +466,10 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
   }
   for (size_t i = 0; i < segments.size(); ++i) {
     const SegmentTensors& s = segments[i];
-    for (const ValueKind& kind : from.values) {
+    for (const Kind& kind : from.kinds) {
       const int64_t p = s.segment.parameter;
-      if (kind.of[p] != 0) {
-        states[i].values.emplace_back(kind.name, value_of(kind.bits[p], kind.dtype));
-      }
+      if (!kind.is_value || kind.of[p] == 0) continue;
+      states[i].values.emplace_back(kind.name, value_of(kind.bits[p], kind.dtype));
     }
     if (states[i].tensors.empty() && states[i].values.empty()) continue;
     inner.state()[s.master.unsafeGetTensorImpl()] =
