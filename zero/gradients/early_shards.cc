@@ -23,8 +23,7 @@ EarlyShards::EarlyShards(const Plan& plan, const std::vector<DomainCommunicators
       shards_(shards),
       own_parameters_(plan.buckets.size()),
       updated_(plan.buckets.size(), 0) {
-  const auto count = static_cast<int64_t>(plan.buckets.size());
-  for (int64_t b = 0; b < count; ++b) {
+  for (int64_t b = 0; b < std::ssize(plan.buckets); ++b) {
     for (const Segment& s : plan.segments(b, ranks_of(b).rank())) {
       own_parameters_[b].push_back(s.parameter);
     }

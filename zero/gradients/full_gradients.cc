@@ -37,8 +37,7 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
   const size_t max_gathers = zero::max_gathers(plan_);
   const auto tensor_of = [&](int64_t p) { return used[p] != 0 ? average(p) : at::Tensor(); };
   std::deque<Pending> under_way;
-  const auto count = static_cast<int64_t>(plan_.buckets.size());
-  for (int64_t b = 0; b < count; ++b) {
+  for (int64_t b = 0; b < std::ssize(plan_.buckets); ++b) {
     if (under_way.size() == max_gathers) {
       under_way.front().wait();
       under_way.pop_front();
@@ -55,12 +54,10 @@ void FullGradients::gather(GradientReducer& reducer, const std::vector<uint8_t>&
     });
   }
   for (Pending& gather : under_way) gather.wait();
-  for (size_t i = 0; i < used.size(); ++i) {
-    if (used[i] == 0) continue;
-    const auto parameter = static_cast<int64_t>(i);
-    at::Tensor tensor = table_.parameters()[i].tensor;
-    tensor.mutable_grad() = average(parameter);
-    reducer.mark_averaged(parameter);
+  for (int64_t p = 0; p < std::ssize(used); ++p) {
+    if (used[p] == 0) continue;
+    table_.parameters()[p].tensor.mutable_grad() = average(p);
+    reducer.mark_averaged(p);
   }
 }
 
@@ -75,9 +72,8 @@ void FullGradients::verify(const GradientReducer& reducer) const {
   const at::Device device = table_.parameters().front().tensor.device();
   if (shown_rounds_ == 0 || shown_rounds_ != reducer.rounds_needed() || !device.is_cpu()) return;
   at::Tensor buffer;  // of parameters of one dtype
-  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
-    const auto b = static_cast<int64_t>(i);
-    if (buffer.defined() && plan_.arena_of(plan_.buckets[i]).dtype != buffer.scalar_type()) {
+  for (int64_t b = 0; b < std::ssize(plan_.buckets); ++b) {
+    if (buffer.defined() && plan_.arena_of(plan_.buckets[b]).dtype != buffer.scalar_type()) {
       buffer.reset();
     }
     for (const Segment& s : plan_.segments(b, comms_[plan_.domain_of(b)].data->rank())) {

@@ -190,8 +190,7 @@ void GradientReducer::send_next() {
 
 void GradientReducer::close_round() {
   in_pass_ = false;
-  const auto count = static_cast<int64_t>(table_.parameters().size());
-  for (int64_t p = 0; p < count; ++p) {
+  for (int64_t p = 0; p < std::ssize(used_); ++p) {
     if (round_.has(p)) continue;
     check_by_hand(p);
     if (local_.has(p)) {
@@ -216,8 +215,7 @@ void GradientReducer::send_round() {
 int64_t GradientReducer::rounds_needed() const {
   bool open_round = round_.has_any();
   bool late = false;
-  for (size_t i = 0; i < used_.size(); ++i) {
-    const auto p = static_cast<int64_t>(i);
+  for (int64_t p = 0; p < std::ssize(used_); ++p) {
     if (local_.has(p)) (round_.has(p) ? late : open_round) = true;
   }
   return rounds_ + (open_round ? 1 : 0) + (late ? 1 : 0);
@@ -245,8 +243,8 @@ void GradientReducer::complete(int64_t rounds) {
 
 void GradientReducer::reduce_over_replicas() {
   std::vector<ReplicaShard> items;
-  for (size_t b = 0; b < shards_.size(); ++b) {
-    Communicator* replicas = comms_[plan_.domain_of(static_cast<int64_t>(b))].replicas;
+  for (int64_t b = 0; b < std::ssize(shards_); ++b) {
+    Communicator* replicas = comms_[plan_.domain_of(b)].replicas;
     // Also with an empty row, since other ranks that share these or other replicas have a full one.
     if (replicas == nullptr || replicas->world_size() == 1) continue;
     items.push_back({shards_[b], replicas, "gradient shard " + std::to_string(b)});
@@ -270,24 +268,22 @@ void GradientReducer::consume() {
 
 void GradientReducer::verify() const {
   local_.verify();
-  for (size_t p = 0; p < used_.size() && micro_batches_; ++p)
-    check_by_hand(static_cast<int64_t>(p));
+  for (int64_t p = 0; p < std::ssize(used_) && micro_batches_; ++p) check_by_hand(p);
 }
 
 bool GradientReducer::any_used() const {
-  return std::any_of(used_.begin(), used_.end(), [](uint8_t u) { return u != 0; });
+  return std::ranges::any_of(used_, [](uint8_t u) { return u != 0; });
 }
 
 void GradientReducer::claim_gradients() {
-  for (size_t i = 0; i < used_.size(); ++i) {
-    const auto p = static_cast<int64_t>(i);
-    used_[i] = local_.is_sent(p) || local_.has(p) ? 1 : 0;
+  for (int64_t p = 0; p < std::ssize(used_); ++p) {
+    used_[p] = local_.is_sent(p) || local_.has(p) ? 1 : 0;
   }
 }
 
 void GradientReducer::drop_resets() {
   bool any = false;
-  for (size_t p = 0; p < used_.size() && !any; ++p) any = local_.was_reset(static_cast<int64_t>(p));
+  for (int64_t p = 0; p < std::ssize(used_) && !any; ++p) any = local_.was_reset(p);
   if (!any) return;
   TORCH_CHECK(!options_.update_in_backward,
               "zero_grad() of the module or of a base class after a backward pass: expected step() "

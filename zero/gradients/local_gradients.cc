@@ -113,7 +113,7 @@ void LocalGradients::make_markers() {
     largest = std::max(largest, static_cast<int64_t>(p.tensor.nbytes()));
   }
   std::map<c10::ScalarType, at::Tensor> numbers;
-  for (size_t i = 0; i < states_.size(); ++i) {
+  for (int64_t i = 0; i < std::ssize(states_); ++i) {
     const Parameter& p = table_.parameters()[i];
     at::Tensor& all = numbers[p.tensor.scalar_type()];
     if (!all.defined() && p.tensor.is_cpu()) {
@@ -122,9 +122,9 @@ void LocalGradients::make_markers() {
       all = guarded_memory(bytes, largest).view(p.tensor.scalar_type());
       all.fill_(std::numeric_limits<double>::quiet_NaN());
     } else if (!all.defined()) {
-      all = not_a_number({static_cast<int64_t>(states_.size())}, p);
+      all = not_a_number({std::ssize(states_)}, p);
     }
-    states_[i].marker = marker_of(all.select(0, static_cast<int64_t>(i)), p);
+    states_[i].marker = marker_of(all.select(0, i), p);
   }
 }
 
@@ -274,8 +274,7 @@ bool LocalGradients::was_reset(int64_t parameter) const {
 // 3. Forget what was reset, sent or not.
 bool LocalGradients::drop_resets() {
   int64_t sent = 0, reset = 0, last_reset = 0;
-  const auto count = static_cast<int64_t>(states_.size());
-  for (int64_t p = 0; p < count; ++p) {
+  for (int64_t p = 0; p < std::ssize(states_); ++p) {
     if (!states_[p].sent || states_[p].holds == Holds::kNothingOfOurs) continue;
     ++sent;
     if (!was_reset(p)) continue;
@@ -289,7 +288,7 @@ bool LocalGradients::drop_resets() {
               "zero_grad() of the ZeroOptimizer on all ranks, which drops all, or give the modules "
               "an optimizer each");
   if (reset > 0) first_sent_ = -1;  // all of them: nothing counts as sent any more
-  for (int64_t p = 0; p < count; ++p) {
+  for (int64_t p = 0; p < std::ssize(states_); ++p) {
     State& state = states_[p];
     if (reset > 0) state.sent = false;
     if (!was_reset(p)) continue;
@@ -301,10 +300,9 @@ bool LocalGradients::drop_resets() {
 }
 
 void LocalGradients::verify() const {
-  for (size_t i = 0; i < states_.size(); ++i) {
-    const auto p = static_cast<int64_t>(i);
+  for (int64_t p = 0; p < std::ssize(states_); ++p) {
     check_unchanged(p);
-    if (holds_gradient(p)) check_gradient(grad(p), table_.parameters()[i]);
+    if (holds_gradient(p)) check_gradient(grad(p), table_.parameters()[p]);
   }
 }
 
@@ -336,10 +334,9 @@ void LocalGradients::drop_all() {
 int64_t LocalGradients::bytes() const {
   int64_t bytes = 0;
   for (const at::Tensor& sum : recycled_sums_) bytes += static_cast<int64_t>(sum.nbytes());
-  for (size_t i = 0; i < states_.size(); ++i) {
-    const auto p = static_cast<int64_t>(i);
+  for (int64_t p = 0; p < std::ssize(states_); ++p) {
     if (holds_gradient(p)) bytes += static_cast<int64_t>(grad(p).nbytes());
-    if (states_[i].fp32.defined()) bytes += static_cast<int64_t>(states_[i].fp32.nbytes());
+    if (states_[p].fp32.defined()) bytes += static_cast<int64_t>(states_[p].fp32.nbytes());
   }
   return bytes;
 }

@@ -23,11 +23,9 @@ OpenRound::OpenRound(const Plan& plan, const WireFormats& wires, BufferPool& poo
       slots_(parameters),
       packed_(parameters, 0),
       open_(plan.buckets.size()) {
-  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+  for (int64_t b = 0; b < std::ssize(plan.buckets); ++b) {
     const auto& slots = plan.buckets[b].slots;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      slots_[slots[i].parameter].push_back({static_cast<int64_t>(b), i});
-    }
+    for (size_t i = 0; i < slots.size(); ++i) slots_[slots[i].parameter].push_back({b, i});
   }
   expect_unused(std::vector<uint8_t>(parameters, 1));
   restart();
@@ -47,17 +45,16 @@ void OpenRound::expect_unused(const std::vector<uint8_t>& used) {
   expected_ = used;
   order_.clear();
   for (const bool complete : {true, false}) {
-    for (size_t b = 0; b < plan_.buckets.size(); ++b) {
-      const auto& slots = plan_.buckets[b].slots;
-      const bool all = std::all_of(slots.begin(), slots.end(),
-                                   [&](const Slot& slot) { return used[slot.parameter] != 0; });
-      if (all == complete) order_.push_back(static_cast<int64_t>(b));
+    for (int64_t b = 0; b < std::ssize(plan_.buckets); ++b) {
+      const bool all = std::ranges::all_of(
+          plan_.buckets[b].slots, [&](const Slot& slot) { return used[slot.parameter] != 0; });
+      if (all == complete) order_.push_back(b);
     }
   }
 }
 
 bool OpenRound::has_any() const {
-  return std::any_of(packed_.begin(), packed_.end(), [](uint8_t p) { return p != 0; });
+  return std::ranges::any_of(packed_, [](uint8_t p) { return p != 0; });
 }
 
 std::optional<c10::ScalarType> OpenRound::packed_dtype(int64_t parameter) const {

@@ -27,8 +27,8 @@ std::string name_of(const torch::optim::Optimizer& optimizer) {
 
 std::vector<bool> needs_whole_parameters(const torch::optim::Optimizer& optimizer) {
   std::vector<bool> result;
-  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    result.push_back(adapter_of(optimizer, static_cast<int64_t>(g)).needs_whole_parameters());
+  for (int64_t g = 0; g < std::ssize(optimizer.param_groups()); ++g) {
+    result.push_back(adapter_of(optimizer, g).needs_whole_parameters());
   }
   return result;
 }
@@ -37,8 +37,8 @@ std::string optimizer_name(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const CombinedOptimizer*>(&optimizer) == nullptr) return name_of(optimizer);
   std::string text;
   const torch::optim::Optimizer* last = nullptr;
-  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    const torch::optim::Optimizer& part = part_of(optimizer, static_cast<int64_t>(g));
+  for (int64_t g = 0; g < std::ssize(optimizer.param_groups()); ++g) {
+    const torch::optim::Optimizer& part = part_of(optimizer, g);
     if (&part != std::exchange(last, &part)) text += (text.empty() ? "" : " + ") + name_of(part);
   }
   return text;
@@ -95,8 +95,8 @@ void check_class(const torch::optim::Optimizer& optimizer, bool elementwise, boo
 
 void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise,
                            const std::vector<bool>& whole) {
-  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    const torch::optim::Optimizer& part = part_of(optimizer, static_cast<int64_t>(g));
+  for (int64_t g = 0; g < std::ssize(optimizer.param_groups()); ++g) {
+    const torch::optim::Optimizer& part = part_of(optimizer, g);
     check_class(part, elementwise, whole[g]);
     const torch::optim::OptimizerOptions& options = optimizer.param_groups()[g].options();
     TORCH_CHECK(typeid(options) == typeid(part.defaults()), "parameter group ", g,

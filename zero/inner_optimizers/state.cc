@@ -7,8 +7,8 @@
 namespace zero {
 
 bool is_known(const torch::optim::Optimizer& optimizer) {
-  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    if (adapter_of(optimizer, static_cast<int64_t>(g)).name().empty()) return false;
+  for (int64_t g = 0; g < std::ssize(optimizer.param_groups()); ++g) {
+    if (adapter_of(optimizer, g).name().empty()) return false;
   }
   return true;
 }

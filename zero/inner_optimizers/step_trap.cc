@@ -13,9 +13,8 @@ namespace {
 
 int64_t group_for_matrix(const torch::optim::Optimizer& inner) {
   const auto& groups = inner.param_groups();
-  for (size_t g = 0; g < groups.size(); ++g) {
-    const auto number = static_cast<int64_t>(g);
-    if (adapter_of(inner, number).takes_any_matrix(groups[g].options())) return number;
+  for (int64_t g = 0; g < std::ssize(groups); ++g) {
+    if (adapter_of(inner, g).takes_any_matrix(groups[g].options())) return g;
   }
   return 0;
 }

@@ -104,9 +104,8 @@ BackwardPasses::BackwardPasses(Engine& engine) : engine_(engine) {
 
 void BackwardPasses::install_hooks() {
   const std::vector<Parameter>& parameters = engine_.table.parameters();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto index = static_cast<int64_t>(i);
-    const at::Tensor& tensor = parameters[i].tensor;
+  for (int64_t index = 0; index < std::ssize(parameters); ++index) {
+    const at::Tensor& tensor = parameters[index].tensor;
     tensor.mutable_grad().reset();
     auto after = std::make_unique<AfterAccumulation>([this, index] { after_accumulation(index); });
     after_hooks_.push_back(after.get());
@@ -338,7 +337,7 @@ void BackwardPasses::begin() {
 }
 
 void BackwardPasses::note_gathers_under_way() {
-  const auto count = static_cast<int64_t>(engine_.table.parameters().size());
+  const int64_t count = std::ssize(engine_.table.parameters());
   for (int64_t p = 0; p < count; ++p) {
     if (!engine_.gathers.is_under_way(p)) continue;
     unwaited_.resize(count);

@@ -12,7 +12,7 @@ namespace zero {
 
 std::vector<Layout> group_layouts(const torch::optim::Optimizer& inner,
                                   const ZeroOptions& options) {
-  const auto groups = static_cast<int64_t>(inner.param_groups().size());
+  const int64_t groups = std::ssize(inner.param_groups());
   for (const auto& [index, layout] : options.layouts()) {
     TORCH_CHECK(0 <= index && index < groups, "layout of parameter group ", index,
                 ": expected one of the ", groups, " groups of the inner optimizer");
@@ -45,7 +45,7 @@ Moments moments_of_group(const ZeroOptions& options, int64_t group) {
 }  // namespace
 
 void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options) {
-  const auto groups = static_cast<int64_t>(inner.param_groups().size());
+  const int64_t groups = std::ssize(inner.param_groups());
   for (const auto& [index, moments] : options.group_moments()) {
     TORCH_CHECK(0 <= index && index < groups, "moments of parameter group ", index,
                 ": expected one of the ", groups, " groups of the inner optimizer");

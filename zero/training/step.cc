@@ -252,7 +252,7 @@ void Engine::update_buckets() {
   gathers.begin();
   std::vector<int64_t> of_inner;
   // Backwards: the next forward pass needs first what backward came to last.
-  for (auto b = static_cast<int64_t>(plan.buckets.size()) - 1; b >= 0; --b) {
+  for (int64_t b = std::ssize(plan.buckets) - 1; b >= 0; --b) {
     if (!shards.is_fused(b)) {
       of_inner.push_back(b);
       continue;
@@ -281,9 +281,8 @@ void Engine::write_working_parameters(bool averages) {
   comms->run_or_close(
       [&] {
         gathers.begin();
-        for (size_t b = 0; b < plan.buckets.size(); ++b) {
-          const auto bucket = static_cast<int64_t>(b);
-          gathers.start(bucket, averages ? shards.write_ema(bucket) : shards.write_working(bucket));
+        for (int64_t b = 0; b < std::ssize(plan.buckets); ++b) {
+          gathers.start(b, averages ? shards.write_ema(b) : shards.write_working(b));
         }
       },
       kFailedUpdate);

@@ -24,7 +24,7 @@ Ema::Ema(const EmaOptions& options, int64_t buckets, const MasterOf& master) : o
 }
 
 void Ema::restart(const MasterOf& master) {
-  for (size_t b = 0; b < rows_.size(); ++b) rows_[b].copy_(master(static_cast<int64_t>(b)));
+  for (int64_t b = 0; b < std::ssize(rows_); ++b) rows_[b].copy_(master(b));
 }
 
 double Ema::weight(const EmaOptions& options, int64_t steps) {

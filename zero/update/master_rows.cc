@@ -32,7 +32,7 @@ at::Tensor without_memory(int64_t numel, at::Device device) {
 MasterRows::MasterRows(const Plan& plan, std::vector<int64_t> ranks, WorkingArena& arena,
                        bool split)
     : plan_(plan), ranks_(std::move(ranks)), arena_(arena) {
-  for (int64_t b = 0; b < static_cast<int64_t>(plan.buckets.size()); ++b) {
+  for (int64_t b = 0; b < std::ssize(plan.buckets); ++b) {
     const Bucket& bucket = plan.buckets[b];
     const bool is_split =
         split && plan.layout_of(bucket).in_place() && plan.arena_of(bucket).dtype == at::kBFloat16;
@@ -97,7 +97,7 @@ at::Tensor MasterRows::rounded(const SegmentTensors& segment, const at::Tensor& 
 }
 
 void MasterRows::read_working() {
-  for (int64_t b = 0; b < static_cast<int64_t>(rows_.size()); ++b) {
+  for (int64_t b = 0; b < std::ssize(rows_); ++b) {
     if (is_split(b)) {
       lower_[b].zero_();
     } else if (!arena_.is_master(b)) {
@@ -127,7 +127,7 @@ int64_t MasterRows::bytes_aside() const {
 
 int64_t MasterRows::bytes() const {
   int64_t bytes = 0;
-  for (int64_t b = 0; b < static_cast<int64_t>(rows_.size()); ++b) {
+  for (int64_t b = 0; b < std::ssize(rows_); ++b) {
     if (arena_.is_master(b)) continue;
     bytes += static_cast<int64_t>((is_split(b) ? lower_[b] : rows_[b]).nbytes());
   }

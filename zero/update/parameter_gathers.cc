@@ -77,8 +77,8 @@ void ParameterGathers::start(int64_t bucket, const Rows& rows) {
 bool ParameterGathers::is_under_way(int64_t parameter) const {
   if (changed_.empty() || changed_[parameter] == 0) return false;
   const std::vector<int64_t>& buckets = plan_.parameter_buckets[parameter];
-  return std::any_of(buckets.begin(), buckets.end(),
-                     [&](int64_t b) { return gathers_[b].valid() && may_be_late(b); });
+  return std::ranges::any_of(buckets,
+                             [&](int64_t b) { return gathers_[b].valid() && may_be_late(b); });
 }
 
 bool ParameterGathers::may_be_late(int64_t bucket) const {
@@ -120,7 +120,7 @@ void ParameterGathers::wait(int64_t bucket) {
 }
 
 void ParameterGathers::finish() {
-  for (size_t b = 0; b < gathers_.size(); ++b) wait(static_cast<int64_t>(b));
+  for (int64_t b = 0; b < std::ssize(gathers_); ++b) wait(b);
 }
 
 void ParameterGathers::finish_that_of(const at::Tensor& parameter) {

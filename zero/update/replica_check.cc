@@ -54,7 +54,7 @@ std::string ranks_by_hash(Communicator& group, int64_t hash) {
 
 void check_working_parameters(const ParameterTable& table, const ShardOptimizer& shards, int rank,
                               Communicator& group, const std::function<bool(int64_t)>& includes) {
-  const auto count = static_cast<int64_t>(table.parameters().size());
+  const int64_t count = std::ssize(table.parameters());
   // Per parameter: hash, its negative, and the first rank whose master differs.
   at::Tensor message = at::empty({count, 3}, at::TensorOptions().dtype(at::kLong));
   auto* words = message.mutable_data_ptr<int64_t>();

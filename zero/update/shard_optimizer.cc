@@ -23,8 +23,8 @@ namespace {
 
 std::vector<const FusedUpdate*> fused_updates(const torch::optim::Optimizer& inner, bool wanted) {
   std::vector<const FusedUpdate*> result;
-  for (size_t g = 0; g < inner.param_groups().size(); ++g) {
-    result.push_back(wanted ? adapter_of(inner, static_cast<int64_t>(g)).fused() : nullptr);
+  for (int64_t g = 0; g < std::ssize(inner.param_groups()); ++g) {
+    result.push_back(wanted ? adapter_of(inner, g).fused() : nullptr);
   }
   return result;
 }
@@ -48,10 +48,9 @@ ShardOptimizer::ShardOptimizer(Shards shards, std::unique_ptr<torch::optim::Opti
   }
   for (const Bucket& bucket : shards_.plan.buckets) {
     // By all slots, not by those of this rank: ranks gather buckets in one order.
-    bucket_fused_.push_back(
-        std::all_of(bucket.slots.begin(), bucket.slots.end(), [&](const Slot& s) {
-          return fused(shards_.table.parameters()[s.parameter].group) != nullptr;
-        }));
+    bucket_fused_.push_back(std::ranges::all_of(bucket.slots, [&](const Slot& s) {
+      return fused(shards_.table.parameters()[s.parameter].group) != nullptr;
+    }));
   }
   masters_.emplace(shards_.plan, shards_.ranks, shards_.arena, options.split_masters);
   make_masters(options.moments);
@@ -140,8 +139,7 @@ at::Tensor ShardOptimizer::own_row(int64_t bucket, const Rows& rows) const {
 
 void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
   const Plan& plan = shards_.plan;
-  const auto count = static_cast<int64_t>(plan.buckets.size());
-  for (int64_t b = 0; b < count; ++b) {
+  for (int64_t b = 0; b < std::ssize(plan.buckets); ++b) {
     // Segments are 1-D pieces, or whole parameters in their shapes. Masters and gradients are views
     // of rows, so that one kernel can pass over a row.
     first_segment_.push_back(segments_.size());
@@ -164,7 +162,7 @@ void ShardOptimizer::make_masters(const std::vector<Moments>& moments) {
 }
 
 void ShardOptimizer::make_ema(const EmaOptions& options) {
-  ema_.emplace(options, static_cast<int64_t>(shards_.plan.buckets.size()),
+  ema_.emplace(options, std::ssize(shards_.plan.buckets),
                [this](int64_t bucket) { return masters_->values(bucket); });
   for (SegmentTensors& s : segments_) {
     s.ema = ema_->row(s.segment.bucket)
