@@ -16,10 +16,11 @@ namespace zero {
 int64_t BlockInt8Wire::bytes(int64_t numel) const { return kernels::block_int8_bytes(numel); }
 
 Rows BlockInt8Wire::open(const BucketRows& lengths, BufferPool& pool) const {
-  const at::Tensor packed = pool.acquire(lengths.total(), packed_dtype_);
-  kernels::fill_zero(packed.mutable_data_ptr(), static_cast<int64_t>(packed.nbytes()),
-                     current_stream(packed.device()));
-  return {packed, lengths};
+  Rows packed = WireFormat::open(lengths, pool);
+  const at::Tensor& values = packed.values();
+  kernels::fill_zero(values.mutable_data_ptr(), static_cast<int64_t>(values.nbytes()),
+                     current_stream(values.device()));
+  return packed;
 }
 
 BucketRows BlockInt8Wire::encoded_lengths(const Rows& packed) const {

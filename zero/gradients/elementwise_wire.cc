@@ -12,12 +12,6 @@ int64_t ElementwiseWire::bytes(int64_t numel) const {
   return numel * static_cast<int64_t>(c10::elementSize(dtype_));
 }
 
-Rows ElementwiseWire::open(const BucketRows& lengths, BufferPool& pool) const {
-  return {pool.acquire(lengths.total(), dtype_), lengths};
-}
-
-Rows ElementwiseWire::encode(Rows packed, BufferPool& /*pool*/) const { return packed; }
-
 void ElementwiseWire::decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                                      bool accumulate) const {
   auto args = sum_arguments<kernels::SumRowsArgs>(rows, shard, scale, accumulate);

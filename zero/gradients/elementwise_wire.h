@@ -17,9 +17,6 @@ class ElementwiseWire final : public WireFormat {
 
   int64_t bytes(int64_t numel) const override;
   c10::ScalarType packed_dtype() const override { return dtype_; }
-  bool packs_in_place() const override { return true; }
-  Rows open(const BucketRows& lengths, BufferPool& pool) const override;
-  Rows encode(Rows packed, BufferPool& pool) const override;
   void decode_and_sum(const SummandRows& rows, const at::Tensor& shard, float scale,
                       bool accumulate) const override;
   bool encodes_sums() const override { return encodes_sums_; }

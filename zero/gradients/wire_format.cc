@@ -16,13 +16,6 @@
 namespace zero {
 namespace {
 
-int64_t sum_of_largest(std::vector<int64_t> bytes, size_t count) {
-  count = std::min(bytes.size(), count);
-  const auto end = bytes.begin() + static_cast<int64_t>(count);
-  std::partial_sort(bytes.begin(), end, bytes.end(), std::greater<>());
-  return std::accumulate(bytes.begin(), end, int64_t{0});
-}
-
 int64_t encoded_bytes(const BucketRows& rows, const WireFormat& wire) {
   if (rows.equal()) return rows.count() * wire.bytes(rows.equal_numel());
   int64_t bytes = 0;
@@ -91,6 +84,13 @@ int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers)
   }
   // Those in use at one time are different buckets: at most the largest ones.
   return sum_of_largest(encoded, buffers) + sum_of_largest(packed, 2);
+}
+
+int64_t sum_of_largest(std::vector<int64_t> sizes, size_t count) {
+  count = std::min(sizes.size(), count);
+  const auto end = sizes.begin() + static_cast<int64_t>(count);
+  std::partial_sort(sizes.begin(), end, sizes.end(), std::greater<>());
+  return std::accumulate(sizes.begin(), end, int64_t{0});
 }
 
 }  // namespace zero

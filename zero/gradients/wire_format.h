@@ -41,18 +41,20 @@ class WireFormat : public RowFormat {
   virtual int64_t matrices() const { return 1; }
   // True when gradients are packed straight into the encoded rows, so that encode() copies nothing
   // and a bucket needs no second buffer.
-  virtual bool packs_in_place() const = 0;
+  virtual bool packs_in_place() const { return true; }
 
   // Takes memory from `pool` to pack a bucket into: rows of these lengths, of packed_dtype(). The
   // caller writes a gradient, or zeros, for every parameter of the bucket, and leaves padding as it
   // is: open() clears the memory in formats whose padding has an effect on other values.
-  virtual Rows open(const BucketRows& lengths, BufferPool& pool) const = 0;
+  virtual Rows open(const BucketRows& lengths, BufferPool& pool) const {
+    return {pool.acquire(lengths.total(), packed_dtype()), lengths};
+  }
 
   // Takes over what open() returned, once it is full. Returns the encoded rows, where one of n
   // gradients has bytes(n) bytes; the caller gives their values back to `pool`. Their dtype is that
   // of their elements if adding up rows element by element is the same as decode_and_sum(), so that
   // an exchange may add some of them in fp32; else kByte.
-  virtual Rows encode(Rows packed, BufferPool& pool) const = 0;
+  virtual Rows encode(Rows packed, BufferPool& /*pool*/) const { return packed; }
 
   // shard = scale * (row 0 + row 1 + ...), or shard += that product with `accumulate`. `rows` are
   // encoded rows or, unless those are kByte, partial sums of them in fp32. Decoded values are added
@@ -109,5 +111,7 @@ WireFormats make_wire_formats(const Plan& plan, const ZeroOptions& options,
 // those of the largest ones; and for two more that are being filled, in formats that do not pack in
 // place.
 int64_t buffer_bytes(const Plan& plan, const WireFormats& wires, size_t buffers);
+// The sum of the largest `count` of `sizes`, or of all if there are fewer.
+int64_t sum_of_largest(std::vector<int64_t> sizes, size_t count);
 
 }  // namespace zero

@@ -21,20 +21,18 @@ Clipping::Clipping(const std::vector<SegmentTensors>& segments, const std::vecto
       exact_(exact),
       coefficient_(at::ones({}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
 
-ShardNorm Clipping::measure(double norm_type, const at::Tensor& bound) {
+at::Tensor Clipping::measure(double norm_type, int64_t rounds, const at::Tensor& bound) {
   const TraceRange range("norm");
-  return exact_ ? exact_shard_norm(segments_, norm_type, device_, comm_, bound)
-                : shard_norm(segments_, weights_, norm_type, device_, comm_, bound);
+  const ShardNorm made = exact_ ? exact_shard_norm(segments_, norm_type, device_, comm_, bound)
+                                : shard_norm(segments_, weights_, norm_type, device_, comm_, bound);
+  if (!bound.defined()) nonfinite_ = Nonfinite{rounds, made.nonfinite};
+  return made.norm;
 }
 
 const at::Tensor& Clipping::norm_of_rounds(double norm_type, int64_t rounds) {
   const bool known = norm_ && norm_->norm_type == norm_type && norm_->rounds == rounds &&
                      norm_->bound_changes == bound_changes_;
-  if (!known) {
-    const ShardNorm made = measure(norm_type, bound());
-    norm_ = Known{norm_type, rounds, bound_changes_, made.norm};
-    if (!bound_.defined()) nonfinite_ = Nonfinite{rounds, made.nonfinite};
-  }
+  if (!known) norm_ = Known{norm_type, rounds, bound_changes_, measure(norm_type, rounds, bound())};
   return norm_->norm;
 }
 
@@ -85,17 +83,11 @@ void Clipping::replay_clips(int64_t rounds) {
 at::Tensor Clipping::unclipped_norm(int64_t rounds) {
   const bool known =
       norm_ && norm_->norm_type == 2.0 && norm_->rounds == rounds && norm_->bound_changes == 0;
-  if (known) return norm_->norm;
-  const ShardNorm made = measure(2.0);
-  nonfinite_ = Nonfinite{rounds, made.nonfinite};
-  return made.norm;
+  return known ? norm_->norm : measure(2.0, rounds);
 }
 
 at::Tensor Clipping::nonfinite(int64_t rounds) {
-  if (!nonfinite_ || nonfinite_->rounds != rounds) {
-    const ShardNorm made = measure(2.0);
-    nonfinite_ = Nonfinite{rounds, made.nonfinite};
-  }
+  if (!nonfinite_ || nonfinite_->rounds != rounds) measure(2.0, rounds);
   if (clips_.empty()) return nonfinite_->count;
   // The norm of finite values overflows where their powers do. Clipped by it, all would be zero.
   return (coefficient_ > 0).logical_not().logical_or(nonfinite_->count != 0).to(at::kDouble);

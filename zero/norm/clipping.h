@@ -64,7 +64,8 @@ class Clipping {
 
   // The norm of gradients that are clamped and not multiplied: norm_, or measured.
   const at::Tensor& norm_of_rounds(double norm_type, int64_t rounds);
-  ShardNorm measure(double norm_type, const at::Tensor& bound = {});
+  // Measures anew. Without a bound it also counts what is not finite.
+  at::Tensor measure(double norm_type, int64_t rounds, const at::Tensor& bound = {});
   void scale_coefficient(double max_norm, const at::Tensor& norm);
   void lower_bound_to(double value);
 

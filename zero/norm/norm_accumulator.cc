@@ -9,7 +9,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -33,9 +32,8 @@ at::Tensor flat(const at::Tensor& gradient) {
 }
 
 void add_doubles(const at::Tensor& part, const at::Tensor& values, double norm_type) {
-  const int64_t most = fp32_batch_numel(values.device());
-  for (int64_t begin = 0; begin < values.numel(); begin += most) {
-    const at::Tensor piece = values.narrow(0, begin, std::min(most, values.numel() - begin)).abs();
+  for (const at::Tensor& batch : values.split(fp32_batch_numel(values.device()))) {
+    const at::Tensor piece = batch.abs();
     if (std::isinf(norm_type)) {
       // The maximum of values with a NaN is some NaN, with any sign.
       part.copy_(at::maximum(part, piece.max().abs().reshape({1}).view(at::kLong)));

@@ -5,8 +5,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 
-#include <algorithm>
-
 #include "zero/norm/fp32_batches.h"
 
 namespace zero {
@@ -21,9 +19,7 @@ void scale_16_bit(const at::Tensor& gradient, const at::Tensor& factor) {
     return;
   }
   target = gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
-  const int64_t most = fp32_batch_numel(target.device());
-  for (int64_t begin = 0; begin < target.numel(); begin += most) {
-    at::Tensor piece = target.narrow(0, begin, std::min(most, target.numel() - begin));
+  for (at::Tensor& piece : target.split(fp32_batch_numel(target.device()))) {
     piece.copy_(piece.to(at::kFloat).mul_(factor));
   }
 }

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -88,18 +87,16 @@ int64_t pool_bytes(const Plan& plan, const WireFormats& wires, const ShardDomain
                    const ZeroOptions& options) {
   const size_t buffers = ReductionQueue::buffers_kept(buffer_bytes(plan, wires, 1));
   const int64_t bytes = buffer_bytes(plan, wires, buffers);
-  std::vector<int64_t> rows;  // elements of this rank's row of each bucket, the largest first
+  std::vector<int64_t> rows;  // elements of this rank's row of each bucket
   const std::vector<int64_t> ranks = ranks_in(domains);
   for (const Bucket& bucket : plan.buckets) {
     rows.push_back(bucket.rows.numel(ranks[plan.arena_of(bucket).domain]));
   }
-  std::sort(rows.begin(), rows.end(), std::greater<>());
   // A row of another dtype is converted, and those of buckets that are reduced wait for their
   // update.
   const size_t converted = options.gradient_shard_dtype() == at::kFloat ? 0 : 1;
   const size_t waiting = options.update_in_backward() ? buffers / 2 : 0;
-  rows.resize(std::min(rows.size(), converted + waiting));
-  const int64_t numel = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  const int64_t numel = sum_of_largest(std::move(rows), converted + waiting);
   return bytes + numel * static_cast<int64_t>(sizeof(float));
 }
 
