@@ -268,11 +268,6 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
   GradientFlags flags;
   recovery_.stop_protection();
   std::unique_ptr<torch::optim::Optimizer> inner = engine.release();
-  const auto close = [&](const std::string& reason) {
-    flags.undo();
-    if (inner) engine.shards.give_back_inner(std::move(inner));  // for those who look at it still
-    engine.comms->abort(reason);
-  };
   try {
     try {
       flags.set(change.parameters, !change.leaves);
@@ -286,7 +281,9 @@ std::unique_ptr<Engine> Replanning::make_changed(const Change& change, const Par
     }
     return engine.make_again(inner, engine.group(), groups, Engine::Frozen::kUnmanaged);
   } catch (...) {  // whatever an object of the user throws
-    close(text_of_caught());
+    flags.undo();
+    if (inner) engine.shards.give_back_inner(std::move(inner));  // for those who look at it still
+    engine.comms->abort(text_of_caught());
     throw;
   }
 }
