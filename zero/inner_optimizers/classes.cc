@@ -23,6 +23,40 @@ std::string name_of(const torch::optim::Optimizer& optimizer) {
   return name.empty() ? c10::demangle(typeid(optimizer).name()) : name;
 }
 
+bool has_state(const torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& params) {
+  return std::any_of(params.begin(), params.end(), [&](const at::Tensor& p) {
+    return optimizer.state().count(p.unsafeGetTensorImpl()) != 0;
+  });
+}
+
+void check_class(const torch::optim::Optimizer& optimizer, bool elementwise, bool whole) {
+  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+              "inner optimizer: expected one that needs one parameter at a time, got LBFGS, which "
+              "needs dot products over all parameters and a closure per iteration; on the "
+              "parameters of one rank it would compute something else. Use ",
+              known_classes());
+  if (whole) return;
+  const OptimizerAdapter& adapter = adapter_of(optimizer);
+  TORCH_CHECK(!adapter.needs_whole_parameters(),
+              "inner optimizer: expected one that treats every element by itself, got ",
+              name_of(optimizer),
+              ", which looks at whole parameters; on flat shards it would compute something else. "
+              "Leave out the layout of its parameter groups, or make it Layout::kWholeParameters");
+  TORCH_CHECK(!adapter.name().empty() || elementwise, "inner optimizer: expected ",
+              known_classes(" of torch::optim"), ", got ", name_of(optimizer),
+              ". If this one treats every element by itself, say so with "
+              "ZeroOptions().elementwise(true); if it looks at the shape or the norm of a "
+              "parameter, use ZeroOptions().layout(Layout::kWholeParameters)");
+}
+
+std::string text_of(const OptimizerAdapter::OptionValues& values) {
+  std::string text;
+  for (const auto& [name, value] : values) {
+    text += (text.empty() ? "" : " ") + name + " " + exact_text(value);
+  }
+  return text;
+}
+
 }  // namespace
 
 std::vector<bool> needs_whole_parameters(const torch::optim::Optimizer& optimizer) {
@@ -62,36 +96,6 @@ std::string known_classes(const std::string& of_torch) {
   }
   return text + of_torch + others;
 }
-
-namespace {
-
-bool has_state(const torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& params) {
-  return std::any_of(params.begin(), params.end(), [&](const at::Tensor& p) {
-    return optimizer.state().count(p.unsafeGetTensorImpl()) != 0;
-  });
-}
-
-void check_class(const torch::optim::Optimizer& optimizer, bool elementwise, bool whole) {
-  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-              "inner optimizer: expected one that needs one parameter at a time, got LBFGS, which "
-              "needs dot products over all parameters and a closure per iteration; on the "
-              "parameters of one rank it would compute something else. Use ",
-              known_classes());
-  if (whole) return;
-  const OptimizerAdapter& adapter = adapter_of(optimizer);
-  TORCH_CHECK(!adapter.needs_whole_parameters(),
-              "inner optimizer: expected one that treats every element by itself, got ",
-              name_of(optimizer),
-              ", which looks at whole parameters; on flat shards it would compute something else. "
-              "Leave out the layout of its parameter groups, or make it Layout::kWholeParameters");
-  TORCH_CHECK(!adapter.name().empty() || elementwise, "inner optimizer: expected ",
-              known_classes(" of torch::optim"), ", got ", name_of(optimizer),
-              ". If this one treats every element by itself, say so with "
-              "ZeroOptions().elementwise(true); if it looks at the shape or the norm of a "
-              "parameter, use ZeroOptions().layout(Layout::kWholeParameters)");
-}
-
-}  // namespace
 
 void check_inner_optimizer(const torch::optim::Optimizer& optimizer, bool elementwise,
                            const std::vector<bool>& whole) {
@@ -156,18 +160,6 @@ std::string exact_text(double value) {
   char digits[32];
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
 }
-
-namespace {
-
-std::string text_of(const OptimizerAdapter::OptionValues& values) {
-  std::string text;
-  for (const auto& [name, value] : values) {
-    text += (text.empty() ? "" : " ") + name + " " + exact_text(value);
-  }
-  return text;
-}
-
-}  // namespace
 
 std::string options_text(const torch::optim::OptimizerOptions& options) {
   return text_of(adapter_of(options).option_values(options));

@@ -134,6 +134,17 @@ class GradientFlags {
   std::vector<std::pair<at::Tensor, bool>> before_;
 };
 
+// The groups of parameters, by TensorImpl.
+using GroupNumbers = std::unordered_map<const void*, size_t>;
+
+GroupNumbers numbers_of(const ParamGroups& groups) {
+  GroupNumbers numbers;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (const at::Tensor& p : groups[g].params()) numbers.emplace(p.unsafeGetTensorImpl(), g);
+  }
+  return numbers;
+}
+
 }  // namespace
 
 // One change, the same on all ranks.
@@ -148,21 +159,6 @@ struct Replanning::Change {
   std::map<std::string, size_t> left_groups = {};
   std::vector<at::Tensor> left_values = {};
 };
-
-namespace {
-
-// The groups of parameters, by TensorImpl.
-using GroupNumbers = std::unordered_map<const void*, size_t>;
-
-GroupNumbers numbers_of(const ParamGroups& groups) {
-  GroupNumbers numbers;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    for (const at::Tensor& p : groups[g].params()) numbers.emplace(p.unsafeGetTensorImpl(), g);
-  }
-  return numbers;
-}
-
-}  // namespace
 
 void Replanning::agree_on(Change& change, const ParamGroups& groups) {
   Engine& engine = *engine_;

@@ -325,6 +325,17 @@ void agree_on(OptimizerCommunicators& comms, const Candidate& c) {
                       }));
 }
 
+// Makes the groups of an inner optimizer those that users see.
+void set_groups(torch::optim::Optimizer& inner, const Engine::ParamGroups& groups) {
+  auto& own = inner.param_groups();
+  while (own.size() > groups.size()) own.pop_back();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (g == own.size()) own.emplace_back(groups[g].params(), groups[g].options().clone());
+    own[g].params() = groups[g].params();
+    own[g].set_options(groups[g].options().clone());
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
@@ -343,21 +354,6 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
   });
   return engine;
 }
-
-namespace {
-
-// Makes the groups of an inner optimizer those that users see.
-void set_groups(torch::optim::Optimizer& inner, const Engine::ParamGroups& groups) {
-  auto& own = inner.param_groups();
-  while (own.size() > groups.size()) own.pop_back();
-  for (size_t g = 0; g < groups.size(); ++g) {
-    if (g == own.size()) own.emplace_back(groups[g].params(), groups[g].options().clone());
-    own[g].params() = groups[g].params();
-    own[g].set_options(groups[g].options().clone());
-  }
-}
-
-}  // namespace
 
 std::unique_ptr<Engine> Engine::make_again(std::unique_ptr<torch::optim::Optimizer>& inner,
                                            const Group& over, const ParamGroups& groups,

@@ -42,29 +42,6 @@ Moments moments_of_group(const ZeroOptions& options, int64_t group) {
   return found != options.group_moments().end() ? found->second : options.moments();
 }
 
-}  // namespace
-
-void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options) {
-  const int64_t groups = std::ssize(inner.param_groups());
-  for (const auto& [index, moments] : options.group_moments()) {
-    TORCH_CHECK(0 <= index && index < groups, "moments of parameter group ", index,
-                ": expected one of the ", groups, " groups of the inner optimizer");
-  }
-  for (int64_t g = 0; g < groups; ++g) {
-    if (moments_of_group(options, g) == Moments::kFloat32) continue;
-    TORCH_CHECK(adapter_of(inner, g).stores_moments() || is_fused(inner, g, options),
-                "moments of parameter group ", g,
-                ": expected Moments::kFloat32 for a group without a fused kernel, since its own "
-                "step() reads state in fp32, got ",
-                moments_of_group(options, g) == Moments::kInt8 ? "kInt8" : "kBFloat16",
-                options.fused() ? "" : " with fused(false)", "; set moments(", g,
-                ", Moments::kFloat32), or use zero::Muon, or AdamW, Adam, SGD or zero::Lion with "
-                "fused(true)");
-  }
-}
-
-namespace {
-
 void check_split_masters(const ParameterTable& table, const torch::optim::Optimizer& inner,
                          const std::vector<Layout>& layouts, const ZeroOptions& options) {
   for (const Parameter& p : table.parameters()) {
@@ -113,6 +90,25 @@ void check_update_in_backward(const ParameterTable& table, const torch::optim::O
 }
 
 }  // namespace
+
+void check_moments(const torch::optim::Optimizer& inner, const ZeroOptions& options) {
+  const int64_t groups = std::ssize(inner.param_groups());
+  for (const auto& [index, moments] : options.group_moments()) {
+    TORCH_CHECK(0 <= index && index < groups, "moments of parameter group ", index,
+                ": expected one of the ", groups, " groups of the inner optimizer");
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    if (moments_of_group(options, g) == Moments::kFloat32) continue;
+    TORCH_CHECK(adapter_of(inner, g).stores_moments() || is_fused(inner, g, options),
+                "moments of parameter group ", g,
+                ": expected Moments::kFloat32 for a group without a fused kernel, since its own "
+                "step() reads state in fp32, got ",
+                moments_of_group(options, g) == Moments::kInt8 ? "kInt8" : "kBFloat16",
+                options.fused() ? "" : " with fused(false)", "; set moments(", g,
+                ", Moments::kFloat32), or use zero::Muon, or AdamW, Adam, SGD or zero::Lion with "
+                "fused(true)");
+  }
+}
 
 void check_layouts(const std::vector<Layout>& layouts, const ParameterTable& table,
                    const torch::optim::Optimizer& inner, int world_size,
