@@ -23,7 +23,6 @@
 #include "zero/adafactor.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/lamb.h"
 #include "zero/lion.h"
 #include "zero/muon.h"

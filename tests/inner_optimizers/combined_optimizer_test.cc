@@ -20,7 +20,6 @@
 #include "tests/support/random_tensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/muon.h"
 
 namespace zero {

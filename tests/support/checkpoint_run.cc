@@ -13,7 +13,6 @@
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/memory/segment_tensors.h"
 
 namespace zero {

@@ -14,7 +14,6 @@
 #include <numeric>
 
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/memory/segment_tensors.h"
 
 namespace zero {

@@ -7,6 +7,8 @@
 #include <c10/util/ArrayRef.h>
 #include <torch/optim/optimizer.h>
 
+#include <optional>
+
 #include "zero/inner_optimizers/adapter.h"
 
 namespace zero {
@@ -23,6 +25,14 @@ const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer);
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group);
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options);
 const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state);
+
+// True for a class with an adapter of its own, and for a CombinedOptimizer of such.
+bool is_known(const torch::optim::Optimizer& optimizer);
+
+// None where the optimizer has no state for `parameter`, of parameter group `group`. Throws
+// c10::Error for state that cannot be stored; see OptimizerAdapter::read_state().
+std::optional<InnerState> read_inner_state(const torch::optim::Optimizer& optimizer, int64_t group,
+                                           const at::Tensor& parameter);
 
 // In the file of each class in this folder.
 const OptimizerAdapter& adafactor_adapter();

@@ -24,7 +24,6 @@
 #include "zero/checkpoint/match/part_reader.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/staging.h"
 

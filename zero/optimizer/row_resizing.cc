@@ -30,7 +30,6 @@
 #include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/memory/row_copies.h"
 #include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/replanning.h"

@@ -15,7 +15,6 @@
 #include "zero/checkpoint/format/safetensors.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
-#include "zero/inner_optimizers/state.h"
 #include "zero/optimizer/mesh_description.h"
 #include "zero/version.h"
 

@@ -21,7 +21,7 @@
 #include "zero/checkpoint/match/mesh_tensors.h"
 #include "zero/checkpoint/match/part_reader.h"
 #include "zero/checkpoint_options.h"
-#include "zero/inner_optimizers/state.h"
+#include "zero/inner_optimizers/registry.h"
 #include "zero/memory/parameter_table.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/training/engine.h"
