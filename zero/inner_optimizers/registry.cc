@@ -5,17 +5,6 @@
 #include "zero/combined_optimizer.h"
 
 namespace zero {
-namespace {
-
-template <typename Object>
-const OptimizerAdapter& find(const Object& object) {
-  for (const OptimizerAdapter* adapter : registered_adapters()) {
-    if (adapter->is_class_of(object)) return *adapter;
-  }
-  return serialized_adapter();
-}
-
-}  // namespace
 
 c10::ArrayRef<const OptimizerAdapter*> registered_adapters() {
   static const OptimizerAdapter* const kAdapters[] = {
@@ -37,17 +26,8 @@ const torch::optim::Optimizer& part_of(const torch::optim::Optimizer& optimizer,
   return combined == nullptr ? optimizer : combined->part_of(group);
 }
 
-const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer) {
-  return find(optimizer);
-}
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group) {
-  return find(part_of(optimizer, group));
-}
-const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options) {
-  return find(options);
-}
-const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state) {
-  return find(state);
+  return adapter_of(part_of(optimizer, group));
 }
 
 bool is_known(const torch::optim::Optimizer& optimizer) {

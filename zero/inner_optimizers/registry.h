@@ -19,12 +19,20 @@ c10::ArrayRef<const OptimizerAdapter*> registered_adapters();
 // What updates parameter group `group`: in a CombinedOptimizer, one of its parts.
 const torch::optim::Optimizer& part_of(const torch::optim::Optimizer& optimizer, int64_t group);
 
-// The adapter of exactly this class; serialized_adapter() for a class that is not in the registry.
-const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer);
+// Of classes that this library does not know: see serialized_state.cc.
+const OptimizerAdapter& serialized_adapter();
+
+// The adapter of exactly the class of an optimizer, its options or a state; serialized_adapter()
+// for a class that is not in the registry.
+template <typename Object>
+const OptimizerAdapter& adapter_of(const Object& object) {
+  for (const OptimizerAdapter* adapter : registered_adapters()) {
+    if (adapter->is_class_of(object)) return *adapter;
+  }
+  return serialized_adapter();
+}
 // The adapter of part_of(optimizer, group).
 const OptimizerAdapter& adapter_of(const torch::optim::Optimizer& optimizer, int64_t group);
-const OptimizerAdapter& adapter_of(const torch::optim::OptimizerOptions& options);
-const OptimizerAdapter& adapter_of(const torch::optim::OptimizerParamState& state);
 
 // True for a class with an adapter of its own, and for a CombinedOptimizer of such.
 bool is_known(const torch::optim::Optimizer& optimizer);
@@ -44,7 +52,4 @@ const OptimizerAdapter& lion_adapter();
 const OptimizerAdapter& muon_adapter();
 const OptimizerAdapter& rmsprop_adapter();
 const OptimizerAdapter& sgd_adapter();
-// Of classes that this library does not know: see serialized_state.cc.
-const OptimizerAdapter& serialized_adapter();
-
 }  // namespace zero
