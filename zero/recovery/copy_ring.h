@@ -36,7 +36,8 @@ class CopyRing {
   MemoryFile exchange(const MemoryFile& own,
                       const std::function<at::Tensor(int64_t bytes)>& allocate);
 
-  // Makes an exchange() under way fail here and on the other two ranks.
+  // Makes an exchange() under way fail here and, where they wait for this rank, on the other two. A
+  // rank whose exchange() failed calls it, since the one beyond it may wait for it in turn.
   void abort(const std::string& reason) noexcept;
   // Whether an exchange() waits for other ranks.
   bool is_waiting() const { return waiting_; }
