@@ -259,7 +259,8 @@ class Generator : Draws {
                          {Action::kDifferentParameters, one_model},
                          {Action::kBackwardAfterClip, step_.clipped ? 4 : 0},
                          {Action::kBrokenBackward, step_.clipped ? 0 : 1},
-                         {Action::kSaveWithGradients, step_.pending ? 1 : 0},
+                         // Those that zero_grad() of the module dropped are no reason to refuse.
+                         {Action::kSaveWithGradients, step_.pending && !step_.dropped ? 1 : 0},
                          {Action::kUnevenZeroGrad, uneven ? 3 : 0}});
   }
 
