@@ -48,7 +48,7 @@ TEST(ProtectionTest, ASnapshotIsAddedCompleteAndReadsAsACheckpoint) {
     OwnThreadWait limit("the test waits for its thread", group.timeout());
     protection.begin({}, file_of(group.rank(), master))->wait(0, limit);
     master.fill_(-1);  // as the next step does
-    EXPECT_EQ(protection.finish(), "");
+    EXPECT_EQ(protection.finish().text, "");
     ASSERT_EQ(snapshots->all().size(), 1U);
     const auto snapshot = snapshots->all()[0];
     const int primary = (group.rank() + 2) % 3;
@@ -74,15 +74,15 @@ TEST(ProtectionTest, AnUnfinishedSnapshotNeverReplacesAFinishedOne) {
     const auto snapshots = std::make_shared<Snapshots>();
     Protection protection(group, snapshots, 0, no_failure);
     protection.begin({}, file_of(group.rank(), values(1)));
-    ASSERT_EQ(protection.finish(), "");
+    ASSERT_EQ(protection.finish().text, "");
     // Rank 1 ends in the middle of the second one.
     if (group.rank() == 0) {
       protection.begin({}, file_of(group.rank(), values(2)));
     } else {
       protection.abort("this rank gives up");
     }
-    const std::string problem = protection.finish();
-    EXPECT_EQ(problem.empty(), group.rank() == 1) << problem;
+    const Problem problem = protection.finish();
+    EXPECT_EQ(problem.empty(), group.rank() == 1) << problem.text;
     ASSERT_EQ(snapshots->all().size(), 1U);
     EXPECT_EQ(snapshots->all()[0]->number, 0);
     EXPECT_EQ(snapshots->all()[0]->files.size(), 2U);
@@ -99,7 +99,7 @@ TEST(ProtectionTest, TheFirstOneBehindARecoveryReplacesNoneUntilItIsWhole) {
       Protection protection(group, snapshots, recovery, no_failure);
       for (const double value : {1, 2}) {
         protection.begin({}, file_of(group.rank(), values(value)));
-        ASSERT_EQ(protection.finish(), "");
+        ASSERT_EQ(protection.finish().text, "");
         held.push_back(snapshots->all().size());
       }
     }
@@ -114,11 +114,12 @@ TEST(ProtectionTest, WhatIsCopiedBehindAFailureIsLeftOut) {
     Protection protection(group, snapshots, 0,
                           [&] { return std::string(fails ? "a link went down" : ""); });
     protection.begin({}, file_of(group.rank(), values(1)));
-    ASSERT_EQ(protection.finish(), "");
+    ASSERT_EQ(protection.finish().text, "");
     fails = true;
     protection.begin({}, file_of(group.rank(), values(2)));
-    EXPECT_EQ(protection.finish(), "the copy of a protected step failed: a link went down");
-    EXPECT_TRUE(protection.connection_failed());
+    const Problem problem = protection.finish();
+    EXPECT_EQ(problem.text, "the copy of a protected step failed: a link went down");
+    EXPECT_TRUE(problem.of_communication);
     EXPECT_EQ(snapshots->all().size(), 1U);
   });
 }
@@ -144,10 +145,12 @@ TEST(ProtectionTest, ARankThatCannotCopyEndsTheWaitsOfTheOthersAtOnce) {
           connected.arrive_and_wait();  // or it would end what others still connect
           const auto start = std::chrono::steady_clock::now();
           protection.begin({}, file_of(group.rank(), values(1)));
-          const std::string problem = protection.finish();
-          EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5)) << problem;
-          expect_words(problem, {"the copy of a protected step failed", fails ? "memory" : ""});
-          EXPECT_EQ(protection.connection_failed(), !fails);
+          const Problem problem = protection.finish();
+          EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5))
+              << problem.text;
+          expect_words(problem.text,
+                       {"the copy of a protected step failed", fails ? "memory" : ""});
+          EXPECT_EQ(problem.of_communication, !fails);
           done.arrive_and_wait();  // the destructor of a Protection ends them, too
         },
         options);
@@ -262,7 +265,7 @@ TEST(ProtectionTest, TheManifestOfAProtectedStepIsSentOnceToEachRank) {
               Manifest manifest;
               manifest.metadata["long"] = std::string(kBytes, 'x');
               protection.begin(manifest, file_of(group.rank(), values(1)));
-              EXPECT_EQ(protection.finish(), "");
+              EXPECT_EQ(protection.finish().text, "");
               const auto control = group.make_communicator("control", Purpose::kControl);
               const auto sent_by_all = [&] {
                 int64_t sent = 0;

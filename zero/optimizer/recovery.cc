@@ -214,10 +214,10 @@ void Recovery::after_step(const ParamGroups& groups) {
 
 void Recovery::finish() {
   if (!protection_) return;
-  const std::string problem = protection_->finish();
+  const Problem problem = protection_->finish();
   if (problem.empty()) return;
-  engine_->comms->abort(problem);
-  throw_error(protection_->connection_failed(), problem);
+  engine_->comms->abort(problem.text);
+  throw_error(problem.of_communication, problem.text);
 }
 
 std::pair<FileToSave, Manifest> Recovery::protected_shard(const ParamGroups& groups) const {
@@ -255,8 +255,8 @@ void Recovery::protect_at_once(const ParamGroups& groups, const std::string& cal
   // What the call has changed cannot be taken back, and no step after it could be protected.
   engine_->comms->run_or_close([&] {
     run_on_all_ranks(*engine_->comms->control, call, [&] {
-      const std::string problem = protection_->finish();
-      if (!problem.empty()) throw_error(protection_->connection_failed(), problem);
+      const Problem problem = protection_->finish();
+      if (!problem.empty()) throw_error(problem.of_communication, problem.text);
     });
   });
   protection_->keep_newest();

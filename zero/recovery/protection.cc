@@ -36,7 +36,7 @@ void Protection::abort(const std::string& reason) noexcept {
   if (ring_) ring_->abort(reason);
 }
 
-std::string Protection::finish() {
+Problem Protection::finish() {
   if (!made_.valid()) return problem_;
   OwnThreadWait wait(c10::str("rank ", rank_, " of ", world_size_,
                               " waits for its thread that copies a protected step"),
@@ -49,11 +49,11 @@ std::string Protection::finish() {
     }
     problem_ = made_.get();
   } catch (const std::exception& error) {
-    problem_ = error_text(error);
+    problem_ = {error_text(error), is_of_communication(error)};
   }
   // The two others would wait for this rank until their timeout. Not on the thread: they close the
   // communicators then, and this rank would throw that before its own reason.
-  if (!problem_.empty()) abort(problem_);
+  if (!problem_.empty()) abort(problem_.text);
   return problem_;
 }
 
@@ -80,10 +80,10 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
       std::move(file), snapshot->id(),
       [this](int64_t bytes, c10::Device device) { return snapshots_->allocate(bytes, device); });
   const std::shared_ptr<ShardCopies> copies = writer->copy();
-  auto promise = std::make_shared<std::promise<std::string>>();
+  auto promise = std::make_shared<std::promise<Problem>>();
   made_ = promise->get_future();
   thread_.push([this, promise, snapshot, writer, copies] {
-    std::string problem;
+    Problem problem;
     try {
       copies->copy_all();
       // A group remembers its failure before it ends its collectives on the device, so the copies,
@@ -92,8 +92,8 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
       if (!failure.empty()) throw_communication_error(failure);
       complete(*snapshot, *writer);
     } catch (const std::exception& error) {
-      problem = "the copy of a protected step failed: " + error_text(error);
-      connection_failed_ = is_of_communication(error);
+      problem = {"the copy of a protected step failed: " + error_text(error),
+                 is_of_communication(error)};
     }
     promise->set_value(problem);
   });

@@ -11,13 +11,13 @@
 // time all ranks have one snapshot in common.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <future>
 #include <memory>
 #include <string>
 
+#include "zero/agreement/control_channel.h"
 #include "zero/base/serial_thread.h"
 #include "zero/checkpoint/memory_file.h"
 #include "zero/recovery/copy_ring.h"
@@ -36,9 +36,7 @@ class Protection {
 
   // Waits until the last snapshot is complete here. Returns why it is not, or nothing. Then it has
   // ended the waits of the two ranks that exchange copies with this one.
-  std::string finish();
-  // Returns whether that problem is of the connection to another rank.
-  bool connection_failed() const { return connection_failed_; }
+  Problem finish();
   // Collective, after all ranks agreed that finish() had no problem. Starts the next snapshot.
   // `file` has views of the shard. Returns the copies, which must be waited for before a bucket is
   // changed. Null if nothing protects.
@@ -63,9 +61,8 @@ class Protection {
   const bool others_may_join_;      // and need what one rank alone keeps for them
   std::unique_ptr<CopyRing> ring_;  // null for one rank alone, which nothing protects
   int64_t begun_ = 0;
-  std::future<std::string> made_;  // the problem of the snapshot under way
-  std::string problem_;
-  std::atomic<bool> connection_failed_ = false;
+  std::future<Problem> made_;  // the problem of the snapshot under way
+  Problem problem_;
   SerialThread thread_{"copies"};  // the last member: it ends first
 };
 
