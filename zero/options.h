@@ -19,9 +19,10 @@
 #include "bookkeeping/memory.h"
 #include "bookkeeping/plan.h"
 #include "zero/process_group.h"
-#include "zero/skip_rule.h"
 
 namespace zero {
+
+class SkipRule;  // zero/skip_rule.h
 
 // The placement of one parameter group inside ZeroOptimizer, for ZeroOptions::placement(): the
 // ranks that hold different parts of a parameter's shards, and those that hold copies of them. The

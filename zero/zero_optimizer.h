@@ -27,7 +27,8 @@
 //      connection is the cause, it is a zero::CommunicationError: see zero/errors.h.
 //   9. param_groups() are the truth for options; step() hands them to the inner optimizer.
 //
-// Use from one thread. Work is enqueued behind the stream that is current at the call. After a
+// Use from one thread at a time: calls of two threads at once throw, and end the optimizer on all
+// ranks. Work is enqueued behind the stream that is current at the call. After a
 // CommunicationError the optimizer refuses further use with that reason, until recover().
 #pragma once
 
@@ -48,6 +49,7 @@
 #include "zero/errors.h"
 #include "zero/options.h"
 #include "zero/process_group.h"
+#include "zero/skip_rule.h"
 
 namespace torch::nn {
 class Module;
@@ -183,8 +185,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity; nullopt only measures.
   // A second call sees the clipped norm. Gradients put into an empty p.grad() by hand after it are
   // clipped with the rest. A clip by a norm of NaN or infinity makes step() skip. Throws for
-  // max_norm or norm_type <= 0 or NaN, and for a max_norm without a backward pass on any rank since
-  // step().
+  // max_norm or norm_type <= 0 or NaN, and for a max_norm where no rank has had a backward pass, or
+  // gradients that were set by hand, since step().
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
   at::Tensor grad_norm(double norm_type = 2.0) { return clip_grad_norm_(std::nullopt, norm_type); }
 
@@ -194,7 +196,7 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // skip the step as ever; with skip_nonfinite(false) they become the limits. In stage 2 it sends
   // its control message and what is left of the reductions, in stage 1 also the averages, as
   // reduce_gradients() does. Throws for a value <= 0 or NaN, for values that differ between ranks,
-  // and without a backward pass on any rank since step().
+  // and where clip_grad_norm_() throws for want of gradients.
   void clip_grad_value_(double clip_value);
 
   // Collective. Updates this rank's masters, then brings every working parameter up to date on

@@ -371,6 +371,65 @@ TEST_P(AtStage, APassBesideOneOfAnotherThreadIsRefused) {
   }
 }
 
+// In the middle of a step another thread calls, in the middle of a pass it steps, and it runs plain
+// passes in the middle of a step.
+TEST(MisuseTest, CallsOfTwoThreadsAtOnceEndTheOptimizer) {
+  class InLeavesOut final : public SkipRule {
+   public:
+    explicit InLeavesOut(std::function<void()> run) : run_(std::move(run)) {}
+    at::Tensor leaves_out(const at::Tensor& norm) override {
+      run_();
+      return norm < 0;
+    }
+    std::string state() const override { return {}; }
+    void set_state(const std::string&) override {}
+
+   private:
+    const std::function<void()> run_;
+  };
+  const Words words = {"expected those of one thread at a time", "of two threads at once",
+                       "make all of them in one thread"};
+  using Call = std::function<void(ZeroOptimizer&, const at::Tensor& loss)>;
+  const std::pair<bool, Call> kCalls[] = {
+      {false, [](ZeroOptimizer& o, const at::Tensor&) { o.check_replicas(); }},
+      {false, [](ZeroOptimizer& o, const at::Tensor& loss) { o.backward(loss); }},
+      {false, [](ZeroOptimizer&, const at::Tensor& loss) { loss.backward(); }},
+      {true, [](ZeroOptimizer& o, const at::Tensor&) { o.step(); }},
+  };
+  for (const int world_size : {1, 2, 3}) {
+    for (const auto& [in_pass, call] : kCalls) {
+      run_ranks(world_size, [&](const Group& group) {
+        torch::nn::Linear model(3, 2);
+        const auto loss = [&] { return model->forward(at::ones({1, 3})).sum(); };
+        std::unique_ptr<ZeroOptimizer> optimizer;
+        std::string text;
+        const auto call_elsewhere = [&] {
+          if (group.rank() != 0) return;
+          std::thread other([&] { text = error_of([&] { call(*optimizer, loss()); }); });
+          other.join();
+        };
+        ZeroOptions options;
+        if (!in_pass) options.skip_if(std::make_shared<InLeavesOut>(call_elsewhere));
+        optimizer = std::make_unique<ZeroOptimizer>(
+            *model,
+            std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(1)),
+            group, options);
+        const std::string own = error_of([&] {
+          at::Tensor value = loss();
+          if (in_pass) {
+            value.register_hook([&](const at::Tensor&) { call_elsewhere(); });
+          }
+          optimizer->backward(value);
+          optimizer->step();
+          optimizer->step();
+        });
+        if (group.rank() == 0) expect_words(text, words);
+        if (world_size > 1) expect_words(own, words);
+      });
+    }
+  }
+}
+
 // Hooks of ours may get the two gradients at once, or one after the other: then their sum is right,
 // as torch's is, and the threads try again.
 TEST(MisuseTest, GradientsOfTwoThreadsAtOnceAreRefused) {

@@ -4,6 +4,7 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include "zero/base/error_text.h"
 #include "zero/base/normal_tensors.h"
@@ -34,6 +35,12 @@ void CallProtocol::throw_misuse(const std::string& problem) {
 
 void CallProtocol::fail_stop(const std::function<void()>& body) {
   check_usable();
+  std::thread::id caller;
+  const bool outermost = caller_.compare_exchange_strong(caller, std::this_thread::get_id());
+  if (!outermost && caller != std::this_thread::get_id()) refuse_second_thread();
+  const auto ended = c10::make_scope_exit([&] {
+    if (outermost) caller_ = std::thread::id();
+  });
   const c10::OptionalDeviceGuard guard(device_);
   const NormalTensors normal;
   try {
@@ -53,6 +60,20 @@ void CallProtocol::fail_stop(const std::function<void()>& body) {
     failure_ = comms_.failed();
     throw;
   }
+}
+
+bool CallProtocol::is_called_elsewhere() const {
+  const std::thread::id caller = caller_;
+  return caller != std::thread::id() && caller != std::this_thread::get_id();
+}
+
+void CallProtocol::refuse_second_thread() {
+  const std::string text =
+      "calls of one ZeroOptimizer: expected those of one thread at a time, in one order on all "
+      "ranks, got calls of two threads at once; make all of them in one thread, or start a rank "
+      "for each thread";
+  comms_.abort(text);
+  TORCH_CHECK(false, "rank ", rank(), ": ", text);
 }
 
 void CallProtocol::break_backward(const std::string& reason) {

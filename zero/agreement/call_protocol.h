@@ -17,10 +17,12 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -57,7 +59,12 @@ class CallProtocol {
   // Runs `body` with the parameters' device as the current one, as kernels ask for, and outside of
   // InferenceMode, since what is made in it outlives the call. An error that leaves a communicator
   // broken makes it a failure, and so does a lack of memory. CommunicationError stays one.
+  // A call while another thread makes one is refused.
   void fail_stop(const std::function<void()>& body);
+  // Returns whether another thread is in fail_stop().
+  bool is_called_elsewhere() const;
+  // The calls of two threads have no order that ranks share: a failure of all ranks. Throws.
+  [[noreturn]] void refuse_second_thread();
   bool has_failed() const { return !failure_.empty(); }
   // Returns whether the last error was a CommunicationError, as where a process waits to join, and
   // no step() has worked since.
@@ -110,6 +117,7 @@ class CallProtocol {
   const std::vector<int64_t> domain_of_;
   OptimizerCommunicators& comms_;
   const c10::Device device_;
+  std::atomic<std::thread::id> caller_ = {};  // the thread in fail_stop()
 
   // The states of docs/errors.md that lead to an error; empty: this rank is not in it.
   //

@@ -19,6 +19,7 @@
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
 #include "zero/recovery/gather_snapshot.h"
+#include "zero/skip_rule.h"
 
 namespace zero {
 

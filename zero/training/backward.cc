@@ -265,14 +265,17 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
   }
 }
 
-std::unique_lock<std::mutex> BackwardPasses::lock_hooks() {
-  std::unique_lock<std::mutex> lock(hooks_mutex_, std::try_to_lock);
-  const bool free = lock.owns_lock();
+bool BackwardPasses::is_of_the_pass() const {
   // Autograd takes a pass of backward() along to all of its hooks, and to passes that begin there,
   // unless they begin under the thread state of before. On a CPU those are on its thread.
-  const bool of_the_pass =
-      PassUnderWay::current() != nullptr || runs_in_.load() == std::this_thread::get_id();
-  if (!free || (running_ && !of_the_pass)) {
+  return PassUnderWay::current() != nullptr || runs_in_.load() == std::this_thread::get_id();
+}
+
+std::unique_lock<std::mutex> BackwardPasses::lock_hooks() {
+  if (engine_.protocol.is_called_elsewhere()) engine_.protocol.refuse_second_thread();
+  std::unique_lock<std::mutex> lock(hooks_mutex_, std::try_to_lock);
+  const bool free = lock.owns_lock();
+  if (!free || run_elsewhere()) {
     if (!free) lock.lock();  // the other thread uses what is changed here
     break_and_throw(kTwoThreads);
   }

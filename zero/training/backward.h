@@ -69,6 +69,8 @@ class BackwardPasses {
   }
   // The problem of gradients whose loss was not multiplied by the loss scale, or nothing.
   std::string unscaled_problem() const;
+  // Returns whether another thread is in run().
+  bool run_elsewhere() const { return running_ && !is_of_the_pass(); }
   // With ZeroOptions::micro_batches: the problem of a `call` between the passes of a step, or
   // nothing.
   std::string micro_batch_problem(const std::string& call) const;
@@ -95,6 +97,8 @@ class BackwardPasses {
   // pass broken on all ranks, where another thread has it, or runs a pass that this one does not
   // belong to.
   std::unique_lock<std::mutex> lock_hooks();
+  // Returns whether this thread belongs to the pass that run() makes.
+  bool is_of_the_pass() const;
   void check_capture() const;
   // Throws `problem`, unless it is empty, as CallProtocol::throw_misuse() does.
   void throw_if(const std::string& problem) const;

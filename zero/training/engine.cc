@@ -325,6 +325,7 @@ std::unique_ptr<torch::optim::Optimizer> Engine::release() {
 }
 
 Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArguments arguments) {
+  if (passes.run_elsewhere()) protocol.refuse_second_thread();
   gathers.finish();
   record.follow_loss_scale();
   // A failed reduction is known here; the control message would wait for its timeout.

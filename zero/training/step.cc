@@ -22,6 +22,7 @@
 #include "zero/inner_optimizers/classes.h"
 #include "zero/memory/device_stream.h"
 #include "zero/memory/trace_range.h"
+#include "zero/skip_rule.h"
 #include "zero/training/engine.h"
 
 namespace zero {
