@@ -91,19 +91,19 @@ TEST(CallProtocolTest, NoCollectiveCallInsideNoSync) {
 
 TEST(CallProtocolTest, AFailureOfACommunicatorIsFinalAndOtherErrorsAreNot) {
   on_ranks(2, [](Rank& r) {
-    EXPECT_THROW(r.protocol.fail_stop([] { throw std::invalid_argument("no more sugar"); }),
+    EXPECT_THROW(r.protocol.run_call([] { throw std::invalid_argument("no more sugar"); }),
                  std::invalid_argument);
     EXPECT_FALSE(r.protocol.has_failed());
     r.protocol.check_usable();
-    r.protocol.fail_stop([&] { EXPECT_EQ(r.call(Call::kStep), ""); });
+    r.protocol.run_call([&] { EXPECT_EQ(r.call(Call::kStep), ""); });
     if (r.protocol.rank() == 0) r.comms.abort("the disk of rank 0 is on fire");
     const auto step = [&] { r.protocol.agree_on_call(Call::kStep, "", {}, Agreement()); };
-    expect_words(error_of([&] { r.protocol.fail_stop(step); }), {"is on fire"});
+    expect_words(error_of([&] { r.protocol.run_call(step); }), {"is on fire"});
     EXPECT_TRUE(r.protocol.has_failed());
     expect_words(error_of([&] { r.protocol.check_usable(); }),
                  {"expected a working optimizer", "The first failure was: ", "is on fire"});
     bool ran = false;
-    EXPECT_NE(error_of([&] { r.protocol.fail_stop([&] { ran = true; }); }), "");
+    EXPECT_NE(error_of([&] { r.protocol.run_call([&] { ran = true; }); }), "");
     EXPECT_FALSE(ran);
   });
 }

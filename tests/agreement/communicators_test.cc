@@ -135,12 +135,12 @@ TEST(CommunicatorsTest, AFailureOfOneClosesAllAndIsExplained) {
     const auto wait = [&] {
       r.comms.control->all_reduce_max(at::zeros({1}, at::kInt), "x").wait();
     };
-    r.comms.explained(wait);
+    r.comms.with_peer_reports(wait);
     if (r.comms.rank() == 0) {
       r.comms.domains[1].data->abort("the disk of rank 0 is on fire");
       EXPECT_NE(r.comms.control->failed(), "");
     } else {
-      expect_words(error_of([&] { r.comms.explained(wait); }), {"rank 0", "is on fire"});
+      expect_words(error_of([&] { r.comms.with_peer_reports(wait); }), {"rank 0", "is on fire"});
     }
     EXPECT_NE(r.comms.failed(), "");
   });
@@ -157,7 +157,7 @@ TEST(CommunicatorsTest, OneThatIsMadeAfterAFailureIsClosed) {
 
 TEST(CommunicatorsTest, AnErrorThatIsNoFailureOfTheTransportStaysWhatItIs) {
   on_ranks([](Rank& r) {
-    EXPECT_THROW(r.comms.explained([] { throw std::invalid_argument("no more sugar"); }),
+    EXPECT_THROW(r.comms.with_peer_reports([] { throw std::invalid_argument("no more sugar"); }),
                  std::invalid_argument);
     EXPECT_EQ(r.comms.failed(), "");
   });

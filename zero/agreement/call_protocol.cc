@@ -33,7 +33,7 @@ void CallProtocol::throw_misuse(const std::string& problem) {
   TORCH_CHECK(false, "rank ", rank(), ": ", problem);
 }
 
-void CallProtocol::fail_stop(const std::function<void()>& body) {
+void CallProtocol::run_call(const std::function<void()>& body) {
   check_usable();
   std::thread::id caller;
   const bool outermost = caller_.compare_exchange_strong(caller, std::this_thread::get_id());
@@ -44,7 +44,7 @@ void CallProtocol::fail_stop(const std::function<void()>& body) {
   const c10::OptionalDeviceGuard guard(device_);
   const NormalTensors normal;
   try {
-    comms_.explained(body);
+    comms_.with_peer_reports(body);
   } catch (const std::exception& error) {
     asks_for_recovery_ = is_of_communication(error);
     // Ranks agree on every other problem before this one throws it. Without memory it may have left

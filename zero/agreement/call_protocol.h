@@ -4,12 +4,12 @@
 // The protocol of collective calls on one rank: whether a call is allowed, how all ranks agree on
 // it, and how an error of one rank reaches the others.
 //
-// Every collective call of an engine runs in fail_stop(), and has two parts:
+// Every collective call of an engine runs in run_call(), and has two parts:
 //
 //   Engine::agree()   until the ranks have agreed, an error is thrown on all of them, and nothing
 //                     was sent
-//   what it sends     in OptimizerCommunicators::run_or_close() where others wait for it, since an
-//                     error of this rank alone would leave them waiting
+//   what it sends     in OptimizerCommunicators::close_on_error() where others wait for it, since
+//                     an error of this rank alone would leave them waiting
 //
 // run_on_all_ranks() is for work between messages that may fail on one rank, such as reading files:
 // then all throw, and all can go on.
@@ -60,8 +60,8 @@ class CallProtocol {
   // InferenceMode, since what is made in it outlives the call. An error that leaves a communicator
   // broken makes it a failure, and so does a lack of memory. CommunicationError stays one.
   // A call while another thread makes one is refused.
-  void fail_stop(const std::function<void()>& body);
-  // Returns whether another thread is in fail_stop().
+  void run_call(const std::function<void()>& body);
+  // Returns whether another thread is in run_call().
   bool is_called_elsewhere() const;
   // The calls of two threads have no order that ranks share: a failure of all ranks. Throws.
   [[noreturn]] void refuse_second_thread();
@@ -117,7 +117,7 @@ class CallProtocol {
   const std::vector<int64_t> domain_of_;
   OptimizerCommunicators& comms_;
   const c10::Device device_;
-  std::atomic<std::thread::id> caller_ = {};  // the thread in fail_stop()
+  std::atomic<std::thread::id> caller_ = {};  // the thread in run_call()
 
   // The states of docs/errors.md that lead to an error; empty: this rank is not in it.
   //
@@ -126,7 +126,7 @@ class CallProtocol {
   //   broken backward   break_backward(); all calls throw     zero_grad() on all ranks
   //   refused           agree_on_call() that throws           agree_on_call() that does not
   //   failure           a broken communicator or a lack of    nothing: recover() makes another
-  //                     memory in fail_stop(), fail_...()     engine
+  //                     memory in run_call(), fail_...()     engine
   //
   // While a guard of use_ema() lives, all calls but its end are problems too.
   std::string misuse_;

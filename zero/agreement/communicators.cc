@@ -218,8 +218,8 @@ bool OptimizerCommunicators::agree_domains(const std::vector<std::string>& argum
                              [](const DomainMessage& m) { return all_equal(arguments_of(m)); });
 }
 
-void OptimizerCommunicators::run_or_close(const std::function<void()>& body,
-                                          const std::string& what) {
+void OptimizerCommunicators::close_on_error(const std::function<void()>& body,
+                                            const std::string& what) {
   try {
     body();
   } catch (const std::exception& error) {
@@ -234,7 +234,7 @@ void OptimizerCommunicators::run_or_close(const std::function<void()>& body,
   }
 }
 
-void OptimizerCommunicators::explained(const std::function<void()>& body) {
+void OptimizerCommunicators::with_peer_reports(const std::function<void()>& body) {
   try {
     body();
   } catch (const std::exception& error) {

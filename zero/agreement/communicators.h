@@ -23,7 +23,7 @@
 
 namespace zero {
 
-// What run_or_close() is given for an update of shards: after an error some are updated while
+// What close_on_error() is given for an update of shards: after an error some are updated while
 // others are not, and there is no way back.
 inline constexpr const char* kFailedUpdate = "the update of this rank's shard failed";
 
@@ -58,12 +58,12 @@ struct OptimizerCommunicators {
   // Runs body(), which communicates. When it throws and a communicator has failed, this announces
   // it to the other ranks and adds what they announce to the error, which stays a
   // CommunicationError if it was one.
-  void explained(const std::function<void()>& body);
+  void with_peer_reports(const std::function<void()>& body);
 
   // Runs what must not stop half-way, since the other ranks wait for it, or have changed what this
   // one has not. If it throws while all communicators work, they are closed. The error begins with
   // `what` went wrong, if that is given.
-  void run_or_close(const std::function<void()>& body, const std::string& what = {});
+  void close_on_error(const std::function<void()>& body, const std::string& what = {});
 
   // The first failure of any communicator; empty if there is none.
   std::string failed() const;

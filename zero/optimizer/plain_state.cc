@@ -91,7 +91,7 @@ States cut_all(Engine& engine, const ReadState& read) {
 
 void take_over(Engine& engine, States& states) {
   ShardOptimizer& shards = engine.shards;
-  engine.comms->run_or_close([&] {
+  engine.comms->close_on_error([&] {
     torch::optim::Optimizer& inner = shards.inner_with_counts();
     for (size_t i = 0; i < states.size(); ++i) {
       set_state(inner, shards.segments()[i], std::move(states[i]));

@@ -242,7 +242,7 @@ void Recovery::protect(const ParamGroups& groups) {
   engine_->record.follow_loss_scale();
   std::shared_ptr<ShardCopies> copies;
   // The shard has the state of a rule of the user's, and its copy needs memory.
-  engine_->comms->run_or_close([&] {
+  engine_->comms->close_on_error([&] {
     auto [file, manifest] = protected_shard(groups);
     copies = protection_->begin(std::move(manifest), std::move(file));
   });
@@ -254,7 +254,7 @@ void Recovery::protect_at_once(const ParamGroups& groups, const std::string& cal
   if (!protection_) return;
   protect(groups);
   // What the call has changed cannot be taken back, and no step after it could be protected.
-  engine_->comms->run_or_close([&] {
+  engine_->comms->close_on_error([&] {
     run_on_all_ranks(*engine_->comms->control, call, [&] {
       const Problem problem = protection_->finish();
       if (!problem.empty()) throw_error(problem.of_communication, problem.text);
@@ -343,7 +343,7 @@ void Recovery::join(torch::nn::Module& module, std::unique_ptr<torch::optim::Opt
       Engine::make(module, inner, lifeline_->group_of(present), options, Engine::Frozen::kAll);
   // The caller's keep the options of construction, which a schedule starts from.
   ParamGroups restored = groups;
-  engine_->protocol.fail_stop(
+  engine_->protocol.run_call(
       [&] { restore(*lifeline_->snapshots, step, restored, "the constructor"); });
 }
 
@@ -374,7 +374,7 @@ RecoveryReport Recovery::recover(const std::string& checkpoints, ParamGroups& gr
       engine_ = make_again(lifeline->group_of(present));
       RecoveryReport report;
       report.members = present.ranks;
-      engine_->protocol.fail_stop(
+      engine_->protocol.run_call(
           [&] { report.steps = restore(*lifeline->snapshots, step, groups, "recover()"); });
       return report;
     } catch (const c10::Error& error) {

@@ -290,7 +290,7 @@ void Replanning::make(ParamGroups& groups, Change change) {
   std::shared_ptr<Snapshots> shard;
   std::unique_ptr<Engine> made;
   std::exception_ptr refusal;
-  engine_->protocol.fail_stop([&] {
+  engine_->protocol.run_call([&] {
     recovery_.finish();
     agree_on(change, groups);
     shard = copy_shard(groups, call);
@@ -307,7 +307,7 @@ void Replanning::make(ParamGroups& groups, Change change) {
   CompleteSnapshot all;
   all.servers.resize(static_cast<size_t>(engine_->group().world_size()));
   std::iota(all.servers.begin(), all.servers.end(), 0);
-  engine_->protocol.fail_stop([&] { recovery_.restore(*shard, all, groups, call); });
+  engine_->protocol.run_call([&] { recovery_.restore(*shard, all, groups, call); });
   if (refusal) std::rethrow_exception(refusal);
 }
 

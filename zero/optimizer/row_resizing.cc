@@ -569,18 +569,18 @@ void Replanning::resize_rows(const std::vector<ResizedRows>& changes, ParamGroup
   HeldShards held;
   std::unique_ptr<Engine> made;
   Engine& old_engine = *engine_;
-  old_engine.protocol.fail_stop([&] {
+  old_engine.protocol.run_call([&] {
     recovery_.finish();
     sources = agree_to_resize(old_engine, checkpoints_, changes, groups);
-    old_engine.comms->run_or_close([&] {
+    old_engine.comms->close_on_error([&] {
       held = collect_shards(old_engine);
       made = change_parameters(old_engine, changes, sources, groups);
     });
   });
   engine_ = std::move(made);
   Engine& new_engine = *engine_;
-  new_engine.protocol.fail_stop([&] {
-    new_engine.comms->run_or_close([&] { move_everything(held, sources, new_engine); });
+  new_engine.protocol.run_call([&] {
+    new_engine.comms->close_on_error([&] { move_everything(held, sources, new_engine); });
     recovery_.protect_at_once(groups, call_name(Call::kResizeRows));
   });
 }

@@ -203,9 +203,9 @@ std::shared_ptr<Engine> Checkpoints::AsyncEnd::engine_or_throw() const {
 
 void Checkpoints::finish_async(Engine& engine, const AsyncEnd& end,
                                const std::function<void()>& write_rest) {
-  engine.protocol.fail_stop([&] {
+  engine.protocol.run_call([&] {
     engine.agree(Call::kSaveCheckpoint, nullptr, {end.argument, {}});
-    engine.comms->run_or_close(write_rest);
+    engine.comms->close_on_error(write_rest);
     end.writer->finish(end.manifest, [this](std::function<void()> remove) {
       remove_beside_training(std::move(remove));
     });

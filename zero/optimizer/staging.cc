@@ -219,7 +219,7 @@ void restore_options(const Staged& staged, Engine::ParamGroups& groups) {
 }
 
 void commit(Staged& staged, Engine& engine, Engine::ParamGroups& groups) {
-  engine.comms->run_or_close([&] {
+  engine.comms->close_on_error([&] {
     engine.arena.attach(/*keep_values=*/false);
     put(staged, engine.shards);
     const Manifest& m = *staged.manifest;

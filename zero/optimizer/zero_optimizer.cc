@@ -73,10 +73,10 @@ struct ZeroOptimizer::Impl {
     Engine& now = *engine;
     using Result = decltype(body(now));
     if constexpr (std::is_void_v<Result>) {
-      now.protocol.fail_stop([&] { body(now); });
+      now.protocol.run_call([&] { body(now); });
     } else {
       Result result;
-      now.protocol.fail_stop([&] { result = body(now); });
+      now.protocol.run_call([&] { result = body(now); });
       return result;
     }
   }
@@ -104,7 +104,7 @@ ZeroOptimizer::ZeroOptimizer(torch::nn::Module& module,
     impl_->recovery.join(module, inner, group, options, visible);
   } else {
     impl_->engine = Engine::make(module, inner, group, options, Engine::Frozen::kUnmanaged);
-    impl_->engine->protocol.fail_stop([&] { impl_->recovery.start(visible); });
+    impl_->engine->protocol.run_call([&] { impl_->recovery.start(visible); });
   }
   param_groups_ = std::move(visible);
   impl_->engine->early.read_options_of(&param_groups_);
@@ -264,7 +264,7 @@ void ZeroOptimizer::EmaGuard::end() {
   const auto engine = use_ ? use_->engine.lock() : nullptr;
   if (!engine || !engine->protocol.ema_in_use()) return;
   at::NoGradGuard no_grad;
-  engine->protocol.fail_stop([&] { end_ema(*engine); });
+  engine->protocol.run_call([&] { end_ema(*engine); });
   use_.reset();
 }
 

@@ -260,7 +260,7 @@ void BackwardPasses::run_in_hook(int64_t parameter, const std::function<void()>&
     hand_over();
   } catch (const std::exception& error) {
     // A failed communicator is final, as in a collective call.
-    if (is_of_communication(error)) engine_.protocol.fail_stop([] { throw; });
+    if (is_of_communication(error)) engine_.protocol.run_call([] { throw; });
     break_and_throw(error_text(error));
   }
 }
@@ -328,7 +328,7 @@ void BackwardPasses::begin() {
   const NormalTensors normal;
   check_capture();
   note_gathers_under_way();
-  engine_.protocol.fail_stop([this] { engine_.gathers.finish(); });
+  engine_.protocol.run_call([this] { engine_.gathers.finish(); });
   engine_.record.follow_loss_scale();
   any_ = true;
   throw_if(engine_.shards.take_problem());
@@ -464,7 +464,7 @@ void BackwardPasses::run_pass(const std::function<void()>& differentiate) {
     }
     break_all(text);
     if (is_of_communication(error) && !engine_.protocol.has_failed()) {
-      engine_.protocol.fail_stop([] { throw; });
+      engine_.protocol.run_call([] { throw; });
     }
     TORCH_CHECK(!unwaited, "rank ", engine_.protocol.rank(), ": ", text);
     throw;

@@ -344,7 +344,8 @@ std::unique_ptr<Engine> Engine::make(torch::nn::Module& module,
                                      const std::function<bool(const at::Tensor&)>& trained) {
   auto comms = std::make_shared<OptimizerCommunicators>(options.mesh_group().value_or(group));
   Candidate c = examine(module, inner.get(), group, options, sent, trained);
-  construct(*comms, /*agreed=*/true, [&] { comms->explained([&] { agree_on(*comms, c); }); });
+  construct(*comms, /*agreed=*/true,
+            [&] { comms->with_peer_reports([&] { agree_on(*comms, c); }); });
   if (comms->rank() == 0) warn_of_parameters_twice(*c.table, *inner);
   std::unique_ptr<Engine> engine;
   construct(*comms, /*agreed=*/false, [&] {

@@ -33,7 +33,7 @@ void EarlyUpdates::begin() {
 void EarlyUpdates::before_sending(int64_t bucket, bool has_all_gradients) {
   const at::NoGradGuard no_grad;
   const NormalTensors normal;  // state that is made now outlives the pass
-  engine_.comms->run_or_close([&] {
+  engine_.comms->close_on_error([&] {
     if (!engine_.shards.is_updating()) begin();
     if (begun_on_) {  // a model may use several
       const c10::Stream current = current_torch_stream(begun_on_->device());
@@ -51,7 +51,7 @@ void EarlyUpdates::before_sending(int64_t bucket, bool has_all_gradients) {
 void EarlyUpdates::update(int64_t bucket) {
   const at::NoGradGuard no_grad;
   const NormalTensors normal;
-  engine_.comms->run_or_close(
+  engine_.comms->close_on_error(
       [&] {
         engine_.shards.update_early(bucket);
         engine_.shards.update_ema(bucket);

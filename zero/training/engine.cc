@@ -106,7 +106,7 @@ ShardOptimizer send_values_and_make_shards(Engine& engine,
                                            std::unique_ptr<torch::optim::Optimizer>& inner,
                                            Engine::Frozen sent) {
   const ParameterTable& table = engine.table;
-  engine.comms->explained([&] {
+  engine.comms->with_peer_reports([&] {
     engine.reducer.connect();
     broadcast_parameters(engine);
     if (sent == Engine::Frozen::kNone) return;
@@ -331,7 +331,7 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   // A failed reduction is known here; the control message would wait for its timeout.
   reducer.check();
   // A step waits bucket by bucket. Other calls may change any of them.
-  if (!is_of_a_step(call)) comms->run_or_close([this] { readers.wait(0); });
+  if (!is_of_a_step(call)) comms->close_on_error([this] { readers.wait(0); });
   const Problem problem = first_problem(*this, call, check);
   if (!problem.empty() && is_capturing(protocol.device())) reducer.leave_capture();
   add_history(reducer, call, arguments);
@@ -343,7 +343,7 @@ Agreement Engine::agree(Call call, const std::function<void()>& check, AgreedArg
   const int64_t rounds = sends_none ? 0 : reducer.rounds_needed();
   Agreement agreement = protocol.agree_on_call(call, problem, std::move(arguments),
                                                {rounds, passes.any(), reducer.used()});
-  comms->run_or_close([&] {
+  comms->close_on_error([&] {
     // First: a gradient that cannot be sent, a sparse one for example, must not be tried again.
     if (call == Call::kZeroGrad) reducer.discard();
     reducer.complete(agreement.rounds);

@@ -10,7 +10,7 @@
 //   repair.h       collective calls outside of a step
 //
 // A call throws on all ranks or on none, and after most errors the next call works. The exceptions
-// go through OptimizerCommunicators::run_or_close(), as the update of shards does.
+// go through OptimizerCommunicators::close_on_error(), as the update of shards does.
 #pragma once
 
 #include <cstdint>

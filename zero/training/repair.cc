@@ -68,7 +68,7 @@ at::Tensor gather_parameter(Engine& engine, const at::Tensor& parameter, bool gr
   const Agreement agreement =
       engine.agree(gradient ? Call::kGradient : Call::kMaster, check, {{}, std::move(by_domain)});
   at::Tensor result;
-  engine.comms->run_or_close([&] {
+  engine.comms->close_on_error([&] {
     if (gradient) {
       engine.gather_full_gradients(agreement);
       if (agreement.used[index] == 0) return;
@@ -115,7 +115,7 @@ void refresh_masters(Engine& engine) {
   };
   engine.agree(Call::kRefreshMasters, check, engine.protocol.at_home(shapes_of(frozen)));
   at::NoGradGuard no_grad;
-  engine.comms->run_or_close([&] {
+  engine.comms->close_on_error([&] {
     engine.arena.attach();
     broadcast_parameters(engine);
     broadcast_over_home(engine, frozen, "frozen parameters");
@@ -142,13 +142,13 @@ void use_ema(Engine& engine) {
     engine.table.verify_values();  // requires_grad may be off for a validation
   });
   engine.protocol.set_ema_in_use(true);
-  engine.comms->run_or_close([&] { engine.write_working_parameters(/*averages=*/true); });
+  engine.comms->close_on_error([&] { engine.write_working_parameters(/*averages=*/true); });
 }
 
 void end_ema(Engine& engine) {
   engine.agree(Call::kEndEma, [&] { engine.arena.verify_shapes(); });
   engine.protocol.set_ema_in_use(false);
-  engine.comms->run_or_close([&] {
+  engine.comms->close_on_error([&] {
     // Values that were edited meanwhile do not stay, nor does another storage.
     engine.arena.attach(/*keep_values=*/false);
     engine.shards.restore_masters();
@@ -161,7 +161,7 @@ void end_ema_or_close(Engine& engine) noexcept {
   if (!protocol.in_own_process() || !protocol.ema_in_use() || protocol.has_failed()) return;
   try {
     const at::NoGradGuard no_grad;
-    protocol.fail_stop([&] { end_ema(engine); });
+    protocol.run_call([&] { end_ema(engine); });
   } catch (const std::exception& error) {
     // The working parameters hold their average still, and a step would go on with it.
     engine.comms->abort("the guard of use_ema() could not put the parameters back: " +
@@ -177,7 +177,7 @@ void broadcast_buffers(Engine& engine) {
   };
   engine.agree(Call::kBroadcastBuffers, check,
                engine.protocol.at_home(shapes_of(engine.table.buffers())));
-  engine.comms->run_or_close(
+  engine.comms->close_on_error(
       [&] { broadcast_over_home(engine, engine.table.buffers(), "buffers"); });
 }
 

@@ -85,7 +85,7 @@ void step_inner(const ParameterTable& table, ShardOptimizer& shards) {
 
 void Engine::reduce_gradients() {
   const Agreement agreement = agree(Call::kReduceGradients, [&] { table.verify_unchanged(); });
-  comms->run_or_close([&] { gather_full_gradients(agreement); });
+  comms->close_on_error([&] { gather_full_gradients(agreement); });
   full_gradients.show();
 }
 
@@ -117,7 +117,7 @@ at::Tensor Engine::clip(std::optional<double> max_norm, double norm_type) {
              {}});
   const bool clips = can_clip(*this, Call::kClipGradNorm, agreement, max_norm.has_value());
   at::Tensor norm;
-  comms->run_or_close([&] {
+  comms->close_on_error([&] {
     gather_full_gradients(agreement);
     if (!clips) {
       norm = at::zeros({}, clipping.coefficient().options());
@@ -138,7 +138,7 @@ void Engine::clip_value(double value) {
   const Agreement agreement =
       agree(Call::kClipGradValue, check, {"clip_value " + exact_text(value), {}});
   const bool clips = can_clip(*this, Call::kClipGradValue, agreement, /*clips=*/true);
-  comms->run_or_close([&] {
+  comms->close_on_error([&] {
     gather_full_gradients(agreement);
     if (!clips) return;
     clipping.replay_clips(agreement.rounds);
@@ -186,7 +186,7 @@ void Engine::step(const ParamGroups& groups, const std::function<void()>& also,
   at::Tensor skipped;
   bool updates = false;
   // Nobody can read p.grad() behind this call: stage 1 gathers no averages for it.
-  comms->run_or_close([&] { updates = !decide_skip(agreement.rounds, skipped); });
+  comms->close_on_error([&] { updates = !decide_skip(agreement.rounds, skipped); });
   if (updates) update(agreement, skipped);
   clear_gradients();
   // Elsewhere ranks would not all have the same order.
@@ -217,7 +217,7 @@ bool Engine::decide_skip(int64_t rounds, at::Tensor& on_device) {
 }
 
 void Engine::update(const Agreement& agreement, const at::Tensor& skipped) {
-  comms->run_or_close(
+  comms->close_on_error(
       [&] {
         if (!shards.is_updating()) {
           shards.begin_update({clipping.bound(), clipping.coefficient()}, skipped, record.steps());
@@ -279,7 +279,7 @@ void Engine::update_buckets() {
 }
 
 void Engine::write_working_parameters(bool averages) {
-  comms->run_or_close(
+  comms->close_on_error(
       [&] {
         gathers.begin();
         for (int64_t b = 0; b < std::ssize(plan.buckets); ++b) {
