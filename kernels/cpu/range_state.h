@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/range_coded_adam.h"
 #include "kernels/cpu/range_codes.h"
 #include "kernels/cpu/range_conversions.h"
 #include "kernels/cpu/range_kernels.h"
@@ -34,30 +35,10 @@ inline void encode_bfloat16s(const float* __restrict values, const BlockNoise no
   }
 }
 
-// The elements of a block, by index: averages or second moments.
-template <bool kRoot>
-struct CodeBlock {
-  float operator[](int64_t i) const { return decode_code<kRoot>(codes[i], scale); }
-  const typename CodeOf<kRoot>::Type* codes;
-  float scale;
-};
+// As CodeBlock.
 struct BFloat16Block {
   float operator[](int64_t i) const { return widen_one(values[i]); }
   const BFloat16* values;
-};
-
-// A state array of `numel` elements, with StateType::kInt8.
-template <bool kRoot>
-struct Codes {
-  using Type = typename CodeOf<kRoot>::Type;
-  Codes(void* array, int64_t numel)
-      : scales(static_cast<float*>(array)),
-        codes(reinterpret_cast<Type*>(scales + (numel + kStateBlock - 1) / kStateBlock)) {}
-  CodeBlock<kRoot> block(int64_t begin) const {
-    return {codes + begin, scales[begin / kStateBlock]};
-  }
-  float* scales;
-  Type* codes;
 };
 
 // Of the block that begins at element `begin` and has `count` elements. kRoot: of second moments,
@@ -104,11 +85,6 @@ inline void for_each_state_block(const Segment& segment, int64_t begin, int64_t 
     const uint32_t key = noise_key(seed, segment.element + begin);
     update(begin, smaller(kStateBlock, end - begin), BlockNoise{key, kNoiseMultiples.of});
   }
-}
-
-template <class W>
-inline W* working_at(W* working, int64_t begin) {
-  return __is_same(W, NoWorking) ? nullptr : working + begin;
 }
 
 // The new moments m, v, and the roots of v, of a block whose moments are stored.
@@ -167,6 +143,13 @@ void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const N
     alignas(64) float roots[kStateBlock];
     for_each_state_block(
         s, begin, end, step, [&](int64_t i, int64_t count, const BlockNoise& noise) {
+#ifdef ZERO_CODED_ADAM_BLOCK
+          if (int8 && count == kStateBlock && !c.amsgrad &&
+              coded_adam_block(s, i, end, noise, c, gradient_coefficient, p + i,
+                               working_at(working, i))) {
+            return;
+          }
+#endif
           const auto moments_loop = [&](const auto& stored_m, const auto& stored_v) {
             const auto loop = [&]<bool kDecoupled>() {
               adam_moments_loop<kDecoupled>(c, gradient_coefficient, count, stored_m, stored_v,

@@ -23,6 +23,11 @@ namespace {
 // Without a working parameter nothing is written beside the master.
 struct NoWorking {};
 
+template <class W>
+inline W* working_at(W* working, int64_t begin) {
+  return __is_same(W, NoWorking) ? nullptr : working + begin;
+}
+
 inline void store_one(float value, float& destination) { destination = value; }
 inline void store_one(float value, BFloat16& destination) {
   destination = narrow_one_bfloat16(value);
