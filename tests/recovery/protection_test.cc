@@ -6,6 +6,7 @@
 #include "zero/checkpoint/file_exchange.h"
 
 #include <ATen/ops/full.h>
+#include <c10/util/Synchronized.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -31,7 +32,14 @@
 namespace zero {
 namespace {
 
-at::Tensor values(double value) { return at::full({1000}, value, at::kFloat); }
+// They are never freed: of a tensor that two threads let go, ThreadSanitizer cannot see in libtorch
+// that the second one frees it behind the first.
+at::Tensor values(double value) {
+  static auto& kept = *new c10::Synchronized<std::vector<at::Tensor>>;
+  const at::Tensor made = at::full({1000}, value, at::kFloat);
+  kept.withLock([&](std::vector<at::Tensor>& all) { all.push_back(made); });
+  return made;
+}
 
 FileToSave file_of(int rank, const at::Tensor& master) {
   const std::string owner = "w" + std::to_string(rank);
