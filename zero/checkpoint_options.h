@@ -126,7 +126,7 @@ class PendingCheckpoint {
   void finish();
 
  private:
-  friend struct BackgroundSave;  // zero/checkpoint/pending.h: what makes one
+  friend struct BackgroundSave;  // zero/checkpoint/writer.h: what makes one
   struct State;
   explicit PendingCheckpoint(std::shared_ptr<State> state) : state_(std::move(state)) {}
   const std::shared_ptr<State> state_;

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/checkpoint/memory_file.h and host_memory.h: a file in memory is the file that a save would
+// zero/checkpoint/memory_file.h: a file in memory is the file that a save would
 // write, and the memory that such files get.
 #include "zero/checkpoint/memory_file.h"
 
@@ -18,8 +18,6 @@
 #include <sstream>
 #include <string>
 #include <vector>
-
-#include "zero/checkpoint/host_memory.h"
 
 namespace zero {
 namespace {

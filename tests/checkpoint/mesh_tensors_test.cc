@@ -123,7 +123,7 @@ TEST(MeshTensorsTest, PartsFollowEachOtherInTheWhole) {
     all[r] = {{part(r, r % 2, 2, {2, r % 2 == 0 ? 4 : 3})}, {}, {}, kOptions};
     all[r].parameters[0].norm_copies = 2;
   }
-  const MeshTensors mesh(all, {{"w", 1}});
+  const MeshTensors mesh(all, /*own_part=*/1);
   ASSERT_EQ(mesh.parameters().size(), 2u);
   EXPECT_EQ(stored_name(mesh.parameters()[0]), "w{1:0:4}");
   EXPECT_EQ(stored_name(mesh.parameters()[1]), "w{1:4:7}");
@@ -154,7 +154,7 @@ HeldTensors fused(int64_t number, int64_t columns, std::vector<int64_t> sections
 }
 
 TEST(MeshTensorsTest, APartOfAFusedTensorHasAnEqualShareOfEachSection) {
-  const MeshTensors mesh({fused(0, 4, {2, 6}), fused(1, 4, {2, 6})}, {{"w", 1}});
+  const MeshTensors mesh({fused(0, 4, {2, 6}), fused(1, 4, {2, 6})}, /*own_part=*/1);
   const TensorPart part = part_of(mesh.own("w"));
   ASSERT_EQ(part.boxes.size(), 2u);
   EXPECT_EQ(part.boxes[0].from, (std::vector<int64_t>{0, 1}));

@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// zero/checkpoint/pending.h: which thread writes, and when it stops.
-#include "zero/checkpoint/pending.h"
+// zero/checkpoint/writer.h: which thread writes, and when it stops.
+#include "zero/checkpoint/writer.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

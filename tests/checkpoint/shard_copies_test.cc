@@ -27,7 +27,6 @@
 #include "tests/support/error_of.h"
 #include "zero/base/slow_wait.h"
 #include "zero/base/streams.h"
-#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
 
 namespace zero {

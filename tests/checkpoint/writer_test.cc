@@ -23,8 +23,8 @@
 #include "tests/support/run_ranks.h"
 #include "zero/checkpoint.h"
 #include "zero/checkpoint/format/reader.h"
-#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
+#include "zero/checkpoint/shard_copies.h"
 
 namespace zero {
 namespace {

@@ -20,7 +20,7 @@
 #include "tests/support/cases_at_once.h"
 #include "tests/support/error_of.h"
 #include "tests/support/run_ranks.h"
-#include "zero/checkpoint/host_memory.h"
+#include "zero/checkpoint/shard_copies.h"
 
 namespace zero {
 namespace {

@@ -26,7 +26,6 @@
 #include "tests/support/training.h"
 #include "zero/checkpoint/format/reader.h"
 #include "zero/mesh.h"
-#include "zero/recovery/gather_snapshot.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {

@@ -17,8 +17,9 @@ namespace zero {
 
 // Runs call() on a new thread. `call` must own all that it uses, since it may outlive the caller.
 // It is destroyed before the result is there, so that what it owns ends on the thread that waits.
+// `name` and errors are those of start_thread().
 template <typename Call>
-std::future<std::invoke_result_t<Call&>> start_detached(Call call) {
+std::future<std::invoke_result_t<Call&>> start_detached(Call call, const char* name = "call") {
   using Result = std::invoke_result_t<Call&>;
   std::promise<Result> promise;
   std::future<Result> future = promise.get_future();
@@ -38,7 +39,7 @@ std::future<std::invoke_result_t<Call&>> start_detached(Call call) {
       promise.set_exception(std::current_exception());
     }
   };
-  start_detached_thread(std::move(body), "call");
+  start_detached_thread(std::move(body), name);
   return future;
 }
 

@@ -44,14 +44,15 @@ std::vector<Entry> entries(const Manifest& manifest) {
   return result;
 }
 
-std::vector<Entry> entries(const ParameterTable& table) {
+// The tensors of the model, with the parts of them that this rank holds.
+std::vector<Entry> entries(const ParameterTable& table, const MeshTensors* mesh) {
   std::vector<Entry> result;
   for (const Parameter& p : table.parameters()) {
-    result.push_back({"parameter", described(p)});
+    result.push_back({"parameter", held_here(p, mesh)});
   }
   const auto add = [&](const std::vector<NamedTensor>& list, const char* kind) {
     for (const NamedTensor& item : list) {
-      result.push_back({kind, described(item), item.trainable, item.late});
+      result.push_back({kind, held_here(item, mesh), item.trainable, item.late});
     }
   };
   add(table.unmanaged(), "frozen parameter");
@@ -116,9 +117,9 @@ void find_groups(const Manifest& manifest, const ParameterTable& table,
     if (from < 0) from = group;
     if (manifest.groups[from] == manifest.groups[group]) continue;
     result.same_groups = false;
-    result.lines.push_back("parameter " + p.name + ": in group " + std::to_string(group) +
-                           " of the checkpoint, whose options are not those of group " +
-                           std::to_string(from) + ", with which it shares one here");
+    result.lines.push_back(c10::str("parameter ", p.name, ": in group ", group,
+                                    " of the checkpoint, whose options are not those of group ",
+                                    from, ", with which it shares one here"));
   }
   for (size_t g = 0; g < result.groups_from.size(); ++g) {  // without parameters
     if (result.groups_from[g] < 0 && g < manifest.groups.size()) result.groups_from[g] = g;
@@ -158,20 +159,6 @@ void compare_optimizers(const Manifest& manifest, const torch::optim::Optimizer&
                            " in the checkpoint, " + std::to_string(inner.param_groups().size()) +
                            " here; their options stay as they are");
   }
-}
-
-// The tensors of the model, with the parts of them that this rank holds.
-std::vector<Entry> entries_here(const ParameterTable& table, const MeshTensors* mesh) {
-  std::vector<Entry> result = entries(table);
-  if (mesh == nullptr) return result;
-  for (Entry& model : result) {
-    const ManifestParameter& own = mesh->own(model.about.name);
-    model.about.whole = own.whole;
-    model.about.dimension = own.dimension;
-    model.about.from = own.from;
-    model.about.sections = own.sections;
-  }
-  return result;
 }
 
 void add_missing(const Entry& model, CheckpointDifferences& result) {
@@ -227,7 +214,7 @@ CheckpointDifferences find_differences(const Manifest& manifest, const Parameter
   const bool numbered_groups = mesh == nullptr && manifest.holders == 1;
   std::map<std::string, Entry> stored;
   for (Entry& entry : entries(manifest)) stored.emplace(entry.about.name, std::move(entry));
-  compare_model(entries_here(table, mesh), numbered_groups, stored, result);
+  compare_model(entries(table, mesh), numbered_groups, stored, result);
   add_surplus(stored, table, mesh, result);
   result.groups_from.assign(inner.param_groups().size(), -1);
   if (!numbered_groups) find_groups(manifest, table, result);
@@ -272,9 +259,9 @@ void find_missing_state(const Manifest& manifest, const ParameterTable& table,
   for (const Parameter& p : table.parameters()) {
     std::set<std::string>& stored = parts[p.name];
     // What is cut as in the save needs its own part alone, and a part without elements no state.
-    if (mesh != nullptr && numel(mesh->own(p.name)) == 0) continue;
-    const std::string own = mesh != nullptr ? stored_name(mesh->own(p.name)) : p.name;
-    if (stored.count(own) != 0) stored = {own};
+    const ManifestParameter here = held_here(p, mesh);
+    if (numel(here) == 0) continue;
+    if (stored.count(stored_name(here)) != 0) stored = {stored_name(here)};
     std::set<std::string> found;  // that any part has
     for (const std::string& part : stored) found.insert(kinds[part].begin(), kinds[part].end());
     found.erase("master");

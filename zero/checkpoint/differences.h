@@ -33,6 +33,11 @@ struct CheckpointDifferences {
 // fp32.
 ManifestParameter described(const Parameter& p);
 ManifestParameter described(const NamedTensor& item);
+// The same of a tensor as this rank holds it: a part, perhaps, where `mesh` is not null.
+template <typename Tensor>
+ManifestParameter held_here(const Tensor& tensor, const MeshTensors* mesh) {
+  return mesh != nullptr ? mesh->own(tensor.name) : described(tensor);
+}
 
 // Another dtype or parameter group is a difference, but no hindrance: masters are
 // fp32 in every checkpoint. Another shape or memory order is one. `mesh` is what all ranks hold,

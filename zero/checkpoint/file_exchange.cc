@@ -29,10 +29,6 @@ constexpr uint64_t kPart = uint64_t{4} << 20;
 constexpr int kServer = 0;
 constexpr int kClient = 1;
 
-at::Tensor host_bytes(uint64_t bytes) {
-  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
-}
-
 // By file: the keys of the tensors that a client wants, and the bytes [begin, end) that it gets.
 using Wanted = std::map<size_t, std::vector<std::string>>;
 using Range = std::pair<uint64_t, uint64_t>;
@@ -86,7 +82,7 @@ void serve(Communicator& pair, const FileWishes& wishes) {
         parts.emplace_back(file.tensor(key).begin, file.tensor(key).end);
       }
       ranges[f] = joined(std::move(parts));
-      file.release();  // a client may want more files than can be open
+      file.bytes().release();  // a client may want more files than can be open
     }
   } catch (const std::exception& error) {
     problem = error_text(error);
@@ -109,7 +105,7 @@ void serve(Communicator& pair, const FileWishes& wishes) {
         pair.broadcast(part, kServer, "tensors of a checkpoint").wait();
       }
     }
-    file.release();
+    file.bytes().release();
   }
   broadcast_text(pair, problem, kServer, "problem of a file");
 }
@@ -128,7 +124,7 @@ std::string receive(Communicator& pair, const Manifest& manifest, const Wanted& 
                   "expected bytes of a file that was asked for, got ", begin, " to ", end,
                   " of file ", f);
       const at::Tensor bytes = host_bytes(end - begin);
-      const bool added = received.parts[f].emplace(begin, bytes).second;
+      const bool added = received.parts[manifest.files[f].name].emplace(begin, bytes).second;
       TORCH_CHECK(added, "expected each part of a file once, got that from ", begin, " of file ", f,
                   " twice");
       received.bytes += bytes.nbytes();
@@ -172,6 +168,10 @@ void MemoryReader::read(uint64_t offset, void* data, size_t bytes) {
   bytes_read_ += bytes;
 }
 
+at::Tensor host_bytes(uint64_t bytes) {
+  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+}
+
 std::string broadcast_text(Communicator& ranks, const std::string& text, int source,
                            const std::string& label) {
   const bool here = ranks.rank() == source;
@@ -196,8 +196,7 @@ void sort_pairs(std::vector<FilePair>& pairs, int world_size) {
     const int lower = down ? client : server;
     return std::tuple(step, down, lower / std::max(step, 1) % 2, lower);
   };
-  std::sort(pairs.begin(), pairs.end(),
-            [&](const FilePair& a, const FilePair& b) { return key(a) < key(b); });
+  std::ranges::sort(pairs, {}, key);
 }
 
 ReceivedFiles exchange_files(Communicator& control, const Group& group, const std::string& what,

@@ -49,8 +49,9 @@ struct FileWishes {
 };
 
 struct ReceivedFiles {
-  std::map<size_t, FileParts> parts;  // by file: its header, and the tensors that are needed
-  uint64_t bytes = 0;                 // of them
+  // By file name: its header, and the tensors that are needed.
+  std::map<std::string, FileParts> parts;
+  uint64_t bytes = 0;  // of them
 };
 
 // Collective over `group`, whose ranks `control` connects in their order. Returns what this rank
@@ -65,6 +66,9 @@ ReceivedFiles exchange_files(Communicator& control, const Group& group, const st
 // distance of the two, and so that those of one distance form no long chain.
 using FilePair = std::pair<int, int>;
 void sort_pairs(std::vector<FilePair>& pairs, int world_size);
+
+// Memory of the host: 1-D of kByte.
+at::Tensor host_bytes(uint64_t bytes);
 
 // Collective. Returns the text of rank `source`; those of others are not looked at.
 std::string broadcast_text(Communicator& ranks, const std::string& text, int source,

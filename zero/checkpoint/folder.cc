@@ -56,9 +56,8 @@ std::vector<ListedCheckpoint> list_checkpoints(const std::string& parent, bool t
       if (to_load && may_be_checkpoint(path)) throw;
     }
   }
-  std::sort(result.begin(), result.end(), [](const auto& a, const auto& b) {
-    return std::tie(a.saved, a.steps, a.path) < std::tie(b.saved, b.steps, b.path);
-  });
+  std::ranges::sort(result, {},
+                    [](const ListedCheckpoint& c) { return std::tie(c.saved, c.steps, c.path); });
   return result;
 }
 

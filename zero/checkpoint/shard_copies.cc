@@ -3,6 +3,7 @@
 #include "zero/checkpoint/shard_copies.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
@@ -10,10 +11,12 @@
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <thread>
 #include <unordered_map>
@@ -22,6 +25,7 @@
 #include "zero/base/streams.h"
 #include "zero/checkpoint/format/stored_file.h"
 #include "zero/memory/device_stream.h"
+#include "zero/memory/locked_pages.h"
 
 namespace zero {
 namespace {
@@ -58,8 +62,7 @@ StreamCopies::StreamCopies(c10::Device device) : stream_(copy_stream(device)) {}
 StreamCopies::StreamCopies(const std::vector<ShardCopy>& copies)
     : StreamCopies(copies.front().from.device()) {
   under_way_ = copies;
-  std::stable_sort(under_way_.begin(), under_way_.end(),
-                   [](const ShardCopy& a, const ShardCopy& b) { return a.bucket > b.bucket; });
+  std::ranges::stable_sort(under_way_, std::ranges::greater(), &ShardCopy::bucket);
   const auto first_of_buckets =
       std::partition_point(under_way_.begin(), under_way_.end(),
                            [](const ShardCopy& c) { return c.bucket == kOfNoBucket; });
@@ -171,8 +174,7 @@ ShardCopies::ShardCopies(const std::vector<ShardCopy>& copies) {
       pieces_.push_back({c.from, c.to, begin, std::min(piece, bytes - begin), c.bucket});
     }
   }
-  std::stable_sort(pieces_.begin(), pieces_.end(),
-                   [](const Piece& a, const Piece& b) { return a.bucket > b.bucket; });
+  std::ranges::stable_sort(pieces_, std::ranges::greater(), &Piece::bucket);
   if (!of_device.empty()) of_device_.emplace(of_device);
 }
 
@@ -228,6 +230,37 @@ void ShardCopies::wait(int64_t bucket, OwnThreadWait& limit) {
   while (!changed_.wait_for(lock, OwnThreadWait::kLook, is_copied)) {
     limit.look(static_cast<int64_t>(next_ - running_.size()));  // pieces that are done
   }
+}
+
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+}  // namespace
+
+at::Tensor fresh_memory(int64_t bytes, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  // A locked page must hold nothing else.
+  if (bytes == 0 || (bytes < kHugePage && device.is_cpu())) return at::empty({bytes}, options);
+  void* const memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK_WITH(OutOfMemoryError, memory != MAP_FAILED, "not enough memory: expected ", bytes,
+                   " bytes for a copy");
+  madvise(memory, bytes, MADV_HUGEPAGE);  // refused by systems without them
+  const bool locked = lock_pages(memory, bytes, device);
+  const auto free = [=](void* begin) {
+    if (!locked || unlock_pages(begin, device)) munmap(begin, bytes);
+  };
+  return at::from_blob(memory, {bytes}, free, options);
+}
+
+at::Tensor KeptMemory::allocate(int64_t bytes, c10::Device device) {
+  const bool fits = memory_.defined() && memory_.numel() == bytes && device_ == device &&
+                    memory_.storage().use_count() == 1;
+  if (!fits) memory_ = fresh_memory(bytes, device);
+  device_ = device;
+  // Not the same tensor: the storage counts who uses it.
+  return memory_.narrow(0, 0, bytes);
 }
 
 }  // namespace zero

@@ -5,7 +5,8 @@
 // A thread copies the tensors of one bucket after the other, in the order in which step() changes
 // them. A step that is about to change a bucket which is not copied yet copies the rest of it
 // itself: it waits for the end of a piece at most. So a thread that copies must have the priority
-// of a step. Memory of a device is copied on a stream, for which that of the step waits.
+// of a step. Memory of a device is copied on a stream, for which that of the step waits. And the
+// host memory for the copies, which is written once from beginning to end.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -110,6 +111,25 @@ class ShardCopies : public BucketReader {
   std::set<size_t> running_;
   std::exception_ptr problem_;
   std::optional<StreamCopies> of_device_;
+};
+
+// Returns [bytes] of kByte in host memory that nothing has been written to. A large block has huge
+// pages where the system gives them to who asks: with small ones the first write to a page takes
+// three times as long as the copy, and delays those of other threads.
+//
+// For copies from `device`, a GPU, its pages are locked, if the system allows it. That takes time,
+// so such memory should be used again.
+at::Tensor fresh_memory(int64_t bytes, c10::Device device = at::kCPU);
+
+// Memory for one file after the other: writing to memory that was used before needs no page faults.
+class KeptMemory {
+ public:
+  // As fresh_memory(), or what the last call returned, if that is as large and no longer in use.
+  at::Tensor allocate(int64_t bytes, c10::Device device = at::kCPU);
+
+ private:
+  at::Tensor memory_;
+  c10::Device device_ = at::kCPU;
 };
 
 }  // namespace zero

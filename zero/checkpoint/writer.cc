@@ -10,13 +10,18 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
+#include <future>
 #include <iterator>
 #include <set>
 #include <system_error>
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
+#include "zero/base/detached_call.h"
 #include "zero/base/error_text.h"
+#include "zero/base/own_process.h"
+#include "zero/base/own_thread_wait.h"
+#include "zero/base/thread_priority.h"
 #include "zero/checkpoint/file_exchange.h"
 #include "zero/checkpoint/format/file_system.h"
 
@@ -57,8 +62,6 @@ CheckpointWriter::CheckpointWriter(Communicator& control, std::string folder, bo
       what_("save_checkpoint(" + folder + ")"),
       overwrite_(overwrite),
       shared_(shared) {}
-
-CheckpointWriter::~CheckpointWriter() = default;
 
 void CheckpointWriter::make_directory(const std::string& id) {
   std::error_code ignored;
@@ -294,6 +297,80 @@ void WrittenOnce::keep(const std::string& folder, const ManifestFile& file, cons
   folder_ = folder;
   last_ = file;
   if (last_.id.empty()) last_.id = id;
+}
+
+namespace {
+
+// What the thread uses, which may be left behind; it calls copy() and write().
+struct Work {
+  BackgroundSave save;
+  std::atomic<bool> pause = false;
+};
+
+}  // namespace
+
+// A forked child keeps it: destroyed there, the writer would remove the parent's files.
+struct PendingCheckpoint::State {
+  OwnProcess process;
+  const std::shared_ptr<Work> work = std::make_shared<Work>();
+  std::future<bool> thread;  // ready at its end
+
+  ~State() {
+    try {
+      stop();
+    } catch (const std::exception&) {  // It has printed that the thread stands still.
+    }
+    work->save.finish = nullptr;  // a thread that is left behind keeps the rest
+  }
+  void stop() {
+    if (!thread.valid()) return;
+    work->pause = true;
+    OwnThreadWait look(work->save.wait, work->save.limit,
+                       "a call of the disk does not return; look at the disk or its server, and "
+                       "start again from another checkpoint");
+    const std::future<bool> ended = std::move(thread);
+    while (ended.wait_for(OwnThreadWait::kLook) != std::future_status::ready) look.look(0);
+    work->pause = false;
+  }
+};
+
+std::unique_ptr<PendingCheckpoint> BackgroundSave::start() {
+  const auto state = make_owned<PendingCheckpoint::State>();
+  state->work->save = std::move(*this);
+  try {
+    const auto run = [work = state->work] {
+      std::exchange(work->save.copy, nullptr)();
+      lower_thread_priority();
+      work->save.write(work->pause);
+      return true;
+    };
+    state->thread = start_detached(run, "saves");
+  } catch (const c10::Error&) {  // no thread is left
+    std::exchange(state->work->save.copy, nullptr)();
+  }
+  return std::unique_ptr<PendingCheckpoint>(new PendingCheckpoint(state));
+}
+
+PendingCheckpoint::~PendingCheckpoint() = default;
+
+void PendingCheckpoint::finish() {
+  state_->process.check("finish() of a checkpoint");
+  BackgroundSave& save = state_->work->save;
+  TORCH_CHECK(save.finish != nullptr, "finish(): expected one call for each save, got another");
+  // What refuses the call before anything is written leaves the save as it is.
+  bool begun = false;
+  const auto finish = std::exchange(save.finish, nullptr);
+  try {
+    finish([&] {
+      begun = true;
+      // The thread may not get a core for long, and all ranks would wait.
+      state_->stop();
+      std::exchange(save.write, nullptr)(state_->work->pause);
+    });
+  } catch (...) {
+    if (!begun) save.finish = finish;
+    throw;
+  }
 }
 
 }  // namespace zero

@@ -20,9 +20,8 @@
 // checkpoint.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -34,6 +33,7 @@
 #include "zero/checkpoint/format/manifest.h"
 #include "zero/checkpoint/format/stored_file.h"
 #include "zero/checkpoint/memory_file.h"
+#include "zero/checkpoint_options.h"
 #include "zero/communicator.h"
 
 namespace zero {
@@ -49,7 +49,6 @@ class CheckpointWriter {
  public:
   // `control` must outlive the writer. `folder` may differ between ranks unless it is `shared`.
   CheckpointWriter(Communicator& control, std::string folder, bool overwrite, bool shared = true);
-  ~CheckpointWriter();
 
   void begin();
   // As an absolute path.
@@ -117,6 +116,24 @@ class WrittenOnce {
  private:
   std::string folder_;
   ManifestFile last_;
+};
+
+// What a PendingCheckpoint runs, and where.
+struct BackgroundSave {
+  // Both run on a thread of the save, which may be left behind with them, and throw nothing. A step
+  // may wait for `copy`. Then `write` runs with a low priority; it returns early when `pause`
+  // becomes true, and called again goes on.
+  std::function<void()> copy;
+  std::function<void(const std::atomic<bool>& pause)> write;
+  // Runs on the thread that calls PendingCheckpoint::finish(): the collective end. It calls
+  // `write_rest` once, which stops the thread of the save and writes what that has not written.
+  std::function<void(const std::function<void()>& write_rest)> finish;
+  std::string wait;                    // the text of a wait for the thread of the save
+  std::chrono::milliseconds limit{0};  // of that thread, where it stands still
+
+  // Once. Starts the thread. If the system has none left, runs `copy` in this call, and
+  // PendingCheckpoint::finish() writes everything.
+  std::unique_ptr<PendingCheckpoint> start();
 };
 
 }  // namespace zero

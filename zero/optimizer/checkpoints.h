@@ -5,6 +5,7 @@
 //
 //   save.cc   both kinds of saves
 //   load.cc   loads, also of files that other ranks see
+//   plain_state.cc   loads of the state of an unsharded torch optimizer over the same parameters
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -19,7 +20,6 @@
 
 #include "zero/base/serial_thread.h"
 #include "zero/checkpoint/folder.h"
-#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/checkpoint/writer.h"
@@ -71,18 +71,6 @@ class Checkpoints {
   // The save has ended on all ranks.
   void end_save(const CheckpointWriter& writer);
 
-  // What the end of an asynchronous save needs. It may live longer than the optimizer.
-  struct AsyncEnd {
-    std::shared_ptr<Engine> engine_or_throw() const;
-
-    std::shared_ptr<const std::weak_ptr<Engine>> engine;  // that began it; see pending_
-    std::shared_ptr<CheckpointWriter> writer;
-    Manifest manifest;     // without files
-    std::string folder;    // for errors
-    std::string argument;  // of the agreement at the end, equal on all ranks
-  };
-  // Collective. `write_rest` is that of BackgroundSave::finish.
-  void finish_async(Engine& engine, const AsyncEnd& end, const std::function<void()>& write_rest);
   // Runs `remove`, of a checkpoint that was replaced, on another thread with a low priority.
   void remove_beside_training(std::function<void()> remove);
 
@@ -94,5 +82,10 @@ class Checkpoints {
   std::map<std::string, std::weak_ptr<const std::weak_ptr<Engine>>> pending_;
   SerialThread removals_;  // of the checkpoints that asynchronous saves replaced
 };
+
+// Collective. Sets the state of an unsharded torch optimizer over the same parameters, from memory
+// or from a file, cut into this rank's segments. See ZeroOptimizer::load_plain_state().
+void load_plain_state(Engine& engine, const torch::optim::Optimizer& plain);
+void load_plain_state(Engine& engine, const std::string& path, const Engine::ParamGroups& groups);
 
 }  // namespace zero

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <cmath>
 #include <map>
@@ -104,32 +105,15 @@ Staged stage(CheckpointReader& reader, const std::string& folder, const LoadOpti
   return staged;
 }
 
-// What ranks tell each other once they have staged.
-struct StagedAnswer {
-  std::string id;  // of the checkpoint
-  bool same_run = false;
-  bool restores_options = false;
+// What ranks tell each other once they have staged: '=' or '!' for each of the two.
+std::string answer_of(const Staged& staged) {
+  return {staged.same_run ? '=' : '!', staged.restores_options ? '=' : '!'};
+}
 
-  // The id, and '=' or '!' for each of the others.
-  std::string to_text() const {
-    return id + (same_run ? '=' : '!') + (restores_options ? '=' : '!');
-  }
-  static StagedAnswer from_text(const std::string& text) {
-    const size_t end = text.size() - 2;
-    return {text.substr(0, end), text[end] == '=', text[end + 1] == '='};
-  }
-};
-
-void take_agreement(const std::vector<std::string>& texts, const std::string& what,
-                    Staged& staged) {
-  const std::string first = StagedAnswer::from_text(texts[0]).id;
-  for (size_t r = 0; r < texts.size(); ++r) {
-    const StagedAnswer answer = StagedAnswer::from_text(texts[r]);
-    TORCH_CHECK(answer.id == first, what, ": expected the same checkpoint on all ranks, got ",
-                first, " on rank 0 and ", answer.id, " on rank ", r,
-                "; load from a folder that all ranks share");
-    staged.same_run = staged.same_run && answer.same_run;
-    if (staged.restores_options && !answer.restores_options) {
+void take_agreement(const std::vector<std::string>& answers, Staged& staged) {
+  for (size_t r = 0; r < answers.size(); ++r) {
+    staged.same_run = staged.same_run && answers[r][0] == '=';
+    if (staged.restores_options && answers[r][1] != '=') {
       staged.restores_options = false;
       staged.report.differences.push_back(
           c10::str("options of all groups: stay as they are, since those on rank ", r, " do"));
@@ -156,10 +140,7 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
   NeededTensors needed;
   run_on_all_ranks(*engine.comms->control, call, [&] {
     const CheckpointDifferences differences = compare(*reader, folder, load, engine, mesh);
-    const Staging staging(*reader, engine.table, engine.shards, differences, mesh);
-    staging.add_segments_to(needed);
-    staging.add_whole_to(needed, engine.table.unmanaged());
-    staging.add_whole_to(needed, engine.table.buffers());
+    Staging(*reader, engine.table, engine.shards, differences, mesh).add_to(needed);
     add_states_to(needed, load, rank);
   });
   std::vector<int> sources;
@@ -168,19 +149,9 @@ std::unique_ptr<CheckpointReader> receive_files(Engine& engine, const std::strin
       exchange_files(*engine.comms->control, engine.domains.mesh, call,
                      {found.manifest, std::move(sources),
                       [&](const ManifestTensor& t) { return needed.contains(t); }, open});
-  for (auto& [f, of_file] : files.parts) {
-    parts->emplace(found.manifest.files[f].name, std::move(of_file));
-  }
+  parts->merge(files.parts);
   received = files.bytes;
   return reader;
-}
-
-// Warns of differences that a strict load allows and that a resumed run may not intend.
-void warn_of(const std::vector<std::string>& differences, const std::string& folder) {
-  if (differences.empty()) return;
-  std::string text;
-  for (const std::string& line : differences) text += "\n  " + line;
-  TORCH_WARN("load_checkpoint(", folder, "):", text);
 }
 
 }  // namespace
@@ -228,7 +199,7 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
   // 2. The ranks combine what they have read. Each then reads of its files what none has, so that
   // together they read every byte.
   control.all_reduce_or(blocks, "blocks of a checkpoint").wait();
-  const auto texts = run_on_all_ranks(control, what, [&] {
+  const auto answers = run_on_all_ranks(control, what, [&] {
     for (const size_t f : to_verify) reader->verify_file(f, blocks);
     staged.report.bytes_read = reader->bytes_read();
     staged.report.bytes_received = received;
@@ -236,9 +207,9 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
     ParamGroups tried = groups;
     if (staged.restores_options) restore_options(staged, tried);
     states.set(staged.states);
-    return StagedAnswer{staged.manifest->id, staged.same_run, staged.restores_options}.to_text();
+    return answer_of(staged);
   });
-  take_agreement(texts, "rank " + std::to_string(engine.comms->rank()) + ": " + what, staged);
+  take_agreement(answers, staged);
 
   states.keep();
   commit(staged, engine, groups);
@@ -247,8 +218,10 @@ LoadReport Checkpoints::load(const std::string& folder, const LoadOptions& load,
     if (file.name != whole_file_name(kFrozenFile, engine.comms->rank())) continue;
     frozen_.keep(absolute(folder), file, staged.manifest->id);
   }
-  if (load.strict() && engine.comms->control->rank() == 0)
-    warn_of(staged.report.differences, folder);
+  // Differences that a strict load allows and that a resumed run may not intend.
+  if (load.strict() && control.rank() == 0 && !staged.report.differences.empty()) {
+    TORCH_WARN(what, ":\n  ", c10::Join("\n  ", staged.report.differences));
+  }
   return std::move(staged.report);
 }
 

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <utility>
 
@@ -53,20 +52,6 @@ void set_part(HeldTensor& held, const ZeroOptions& options) {
   held.dimension = *dimension;
   if (cut->sections) held.sections = cut->sections(name);
   if (held.sections.size() == 1) held.sections.clear();
-}
-
-// The numbers of this rank's parts, by name.
-std::map<std::string, int64_t> own_parts(const ParameterTable& table, const ZeroOptions& options) {
-  std::map<std::string, int64_t> result;
-  const auto add = [&](const std::string& name, const std::vector<int64_t>& shape) {
-    HeldTensor held{{name, shape, {}}};
-    set_part(held, options);
-    if (held.part != 0) result[name] = held.part;
-  };
-  for (const Parameter& p : table.parameters()) add(p.name, p.sizes);
-  for (const NamedTensor& item : table.unmanaged()) add(item.name, item.tensor.sizes().vec());
-  for (const NamedTensor& item : table.buffers()) add(item.name, item.tensor.sizes().vec());
-  return result;
 }
 
 // Whether ranks hold different tensors (experts, pipeline stages) or parts of tensors. A checkpoint
@@ -156,17 +141,16 @@ std::vector<std::string> whole_arguments(const Engine& engine, bool protects) {
 std::unique_ptr<MeshTensors> merge_tensors(Engine& engine, const std::string& what,
                                            const Engine::ParamGroups& groups, bool values) {
   if (!needs_merge(engine)) return nullptr;
-  std::map<std::string, int64_t> own;
   const auto texts = run_on_all_ranks(*engine.comms->control, what, [&] {
-    own = own_parts(engine.table, engine.options);
     return held_text(describe_held(engine, groups, values));
   });
+  const auto& cut = engine.options.tensor_parts();
   std::vector<HeldTensors> held;
   for (size_t r = 0; r < texts.size(); ++r) {
     held.push_back(parse_held(texts[r], "tensors of rank " + std::to_string(r)));
   }
   try {
-    return std::make_unique<MeshTensors>(std::move(held), std::move(own));
+    return std::make_unique<MeshTensors>(held, cut ? cut->group.rank() : 0);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "rank ", engine.comms->rank(), ": ", what, ": ", error_text(error));
   }

@@ -1,7 +1,5 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
-#include "zero/optimizer/plain_state.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
@@ -19,11 +17,13 @@
 #include <vector>
 
 #include "zero/agreement/all_or_none.h"
-#include "zero/checkpoint/export.h"
+#include "zero/checkpoint/differences.h"
 #include "zero/checkpoint/format/safetensors.h"
+#include "zero/checkpoint/interop.h"
 #include "zero/checkpoint/match/part_reader.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
+#include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/staging.h"
 
@@ -198,22 +198,20 @@ class StateFile {
       state.values.emplace_back(kind, at::full({1}, static_cast<int64_t>(step), at::kLong));
       return;
     }
-    const ManifestParameter* part = mesh_ == nullptr ? nullptr : &mesh_->own(p.name);
-    if (part != nullptr && !is_part(*part)) part = nullptr;
-    const std::vector<int64_t>& parameter = part == nullptr ? p.sizes : part->whole;
-    const auto factor = factor_shape(kind, parameter);
-    const c10::IntArrayRef expected = factor ? *factor : parameter;
+    const ManifestParameter here = held_here(p, mesh_);
+    const auto factor = factor_shape(kind, whole_shape(here));
+    const c10::IntArrayRef expected = factor ? *factor : whole_shape(here);
     TORCH_CHECK(shape == expected, where(), ": expected shape ", expected, ", got ", shape);
-    TORCH_CHECK(!factor || part == nullptr, where(),
+    TORCH_CHECK(!factor || !is_part(here), where(),
                 ": expected a whole parameter, got a tensor-parallel part, which has its own");
     const at::Tensor whole = read();
     if (factor) {
       state.uncut.emplace_back(kind, whole.reshape({-1}));
-    } else if (part == nullptr) {
+    } else if (!is_part(here)) {
       state.tensors.emplace_back(kind, whole);
     } else {
-      const at::Tensor own = at::empty(part->shape, whole.options());
-      for (const auto& [to, from] : part_views(*part, own, whole)) to.copy_(from);
+      const at::Tensor own = at::empty(here.shape, whole.options());
+      for (const auto& [to, from] : part_views(here, own, whole)) to.copy_(from);
       state.tensors.emplace_back(kind, own);
     }
   }

@@ -18,7 +18,6 @@
 #include "zero/optimizer/mesh_description.h"
 #include "zero/optimizer/shard_file.h"
 #include "zero/optimizer/staging.h"
-#include "zero/recovery/gather_snapshot.h"
 #include "zero/skip_rule.h"
 
 namespace zero {

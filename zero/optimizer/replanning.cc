@@ -19,10 +19,9 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/agreement/same_on_all_ranks.h"
 #include "zero/base/error_text.h"
-#include "zero/checkpoint/host_memory.h"
+#include "zero/checkpoint/shard_copies.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/classes.h"
-#include "zero/recovery/gather_snapshot.h"
 
 namespace zero {
 namespace {

@@ -14,9 +14,7 @@
 
 #include "zero/base/thread_priority.h"
 #include "zero/checkpoint/format/atomic_directory.h"
-#include "zero/checkpoint/host_memory.h"
 #include "zero/checkpoint/memory_file.h"
-#include "zero/checkpoint/pending.h"
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/included_states.h"
 #include "zero/optimizer/mesh_description.h"
@@ -168,19 +166,30 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
                                                            const ParamGroups& groups) {
   Save save = begin_save(folder, options, SaveKind::kAsynchronous, groups);
   const auto engine = std::make_shared<const std::weak_ptr<Engine>>(engine_);
-  // Folders of own disks need not be equal on all ranks.
+  // What the ranks agree on at the end. Folders of own disks need not be equal on all of them.
   const std::string argument =
       "the end of " + (options.shared_folder() ? folder : save.writer->id());
-  AsyncEnd end{engine, save.writer, std::move(save.manifest), folder, argument};
   BackgroundSave parts;
   parts.copy = [writer = save.writer, copies = save.copies] {
     if (copies) writer->prepare([&] { copies->copy_all(); });
   };
   parts.write = [writer = save.writer, files = std::move(save.copied_files)](
                     const std::atomic<bool>& pause) mutable { writer->write_files(files, pause); };
-  parts.finish = [this, end = std::move(end)](const std::function<void()>& write_rest) {
-    const std::shared_ptr<Engine> there = end.engine_or_throw();  // and so is this object
-    finish_async(*there, end, write_rest);
+  parts.finish = [this, engine, writer = save.writer, manifest = std::move(save.manifest), folder,
+                  argument](const std::function<void()>& write_rest) {
+    const std::shared_ptr<Engine> there = engine->lock();  // and so is this object
+    TORCH_CHECK(there != nullptr, "save_checkpoint_async(", folder,
+                "): expected the optimizer and the ranks that began it, got none or others: the "
+                "optimizer has been destroyed, or has gone through recover() or a change of "
+                "parameters; finish a save before that, or save again");
+    there->protocol.run_call([&] {
+      there->agree(Call::kSaveCheckpoint, nullptr, {argument, {}});
+      there->comms->close_on_error(write_rest);
+      writer->finish(manifest, [this](std::function<void()> remove) {
+        remove_beside_training(std::move(remove));
+      });
+      end_save(*writer);
+    });
   };
   parts.wait = c10::str("rank ", engine_->comms->rank(), " of ", engine_->group().world_size(),
                         " waits for its thread that writes the checkpoint ", folder);
@@ -190,27 +199,6 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
   std::erase_if(pending_, [](const auto& other) { return other.second.expired(); });
   pending_[save.writer->folder()] = engine;
   return pending;
-}
-
-std::shared_ptr<Engine> Checkpoints::AsyncEnd::engine_or_throw() const {
-  std::shared_ptr<Engine> there = engine->lock();
-  TORCH_CHECK(there != nullptr, "save_checkpoint_async(", folder,
-              "): expected the optimizer and the ranks that began it, got none or others: the "
-              "optimizer has been destroyed, or has gone through recover() or a change of "
-              "parameters; finish a save before that, or save again");
-  return there;
-}
-
-void Checkpoints::finish_async(Engine& engine, const AsyncEnd& end,
-                               const std::function<void()>& write_rest) {
-  engine.protocol.run_call([&] {
-    engine.agree(Call::kSaveCheckpoint, nullptr, {end.argument, {}});
-    engine.comms->close_on_error(write_rest);
-    end.writer->finish(end.manifest, [this](std::function<void()> remove) {
-      remove_beside_training(std::move(remove));
-    });
-    end_save(*end.writer);
-  });
 }
 
 void Checkpoints::remove_beside_training(std::function<void()> remove) {

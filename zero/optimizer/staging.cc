@@ -15,16 +15,12 @@
 namespace zero {
 namespace {
 
-at::Tensor host_buffer(int64_t numel, c10::ScalarType dtype) {
-  return at::empty({numel}, at::TensorOptions().dtype(dtype));
-}
-
 // Where a segment waits for commit(): in the gradient shard, which holds nothing during a load, or
 // where that is not fp32 on the host, or is not kept, in memory of its own.
 at::Tensor master_buffer(const SegmentTensors& s) {
   const at::Tensor& gradient = s.gradient;
   const bool fits = gradient.defined() && gradient.is_cpu() && gradient.scalar_type() == at::kFloat;
-  return fits ? elements_of(gradient, s.master) : host_buffer(s.segment.numel, at::kFloat);
+  return fits ? elements_of(gradient, s.master) : at::empty({s.segment.numel}, at::kFloat);
 }
 
 // The next steps add to it. Of classes that are not torch's own, nothing is known.
@@ -68,21 +64,21 @@ Staging::Staging(CheckpointReader& reader, const ParameterTable& table, ShardOpt
   for (const SegmentTensors& s : shards_.segments()) {
     const Parameter& p = table_.parameters()[s.segment.parameter];
     if (differences_.unusable.count(p.name) != 0) continue;
-    wanted_.push_back(
-        reader_.find(mesh_ ? mesh_->own(p.name) : described(p), s.segment.begin, s.segment.numel));
+    wanted_.push_back(reader_.find(held_here(p, mesh_), s.segment.begin, s.segment.numel));
     targets_.push_back(&s);
   }
 }
 
-void Staging::add_segments_to(NeededTensors& needed) const {
+void Staging::add_to(NeededTensors& needed) const {
   for (const HeldRange& range : wanted_) needed.add(range);
-}
-
-void Staging::add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>& present) const {
-  for (const NamedTensor& item : present) {
-    if (differences_.unusable.count(item.name) != 0) continue;
-    needed.add(reader_.find(held(item), 0, item.tensor.numel()));
-  }
+  const auto add = [&](const std::vector<NamedTensor>& items) {
+    for (const NamedTensor& item : items) {
+      if (differences_.unusable.count(item.name) != 0) continue;
+      needed.add(reader_.find(held_here(item, mesh_), 0, item.tensor.numel()));
+    }
+  };
+  add(table_.unmanaged());
+  add(table_.buffers());
 }
 
 void Staging::drop_state() {
@@ -114,14 +110,10 @@ void Staging::read_ema(Staged& staged) {
   for (size_t i = 0; i < wanted_.size(); ++i) {
     if (reader_.kinds(wanted_[i]).count(kEmaKind) == 0) continue;
     having.push_back(i);
-    into.push_back(host_buffer(targets_[i]->segment.numel, at::kFloat));
+    into.push_back(at::empty({targets_[i]->segment.numel}, at::kFloat));
     staged.segments[i].ema = into.back();
   }
   reader_.read(kEmaKind, wanted_of(having), into);
-}
-
-ManifestParameter Staging::held(const NamedTensor& item) const {
-  return mesh_ ? mesh_->own(item.name) : described(item);
 }
 
 void Staging::read_whole(Staged& staged, const std::vector<NamedTensor>& present,
@@ -129,13 +121,13 @@ void Staging::read_whole(Staged& staged, const std::vector<NamedTensor>& present
   for (const NamedTensor& item : present) {
     if (differences_.unusable.count(item.name) != 0) continue;
     check_plain(item.tensor, item.name);  // replaced since construction, perhaps
-    at::Tensor from = reader_.read_all(held(item), kind).view(item.tensor.sizes());
+    at::Tensor from = reader_.read_all(held_here(item, mesh_), kind).view(item.tensor.sizes());
     check_fits(item.tensor, from, item.name);
     staged.whole.emplace_back(item.tensor, std::move(from));
   }
 }
 
-std::vector<const HeldRange*> Staging::wanted_of(const std::vector<size_t>& segments) const {
+std::vector<const HeldRange*> Staging::wanted_of(const Numbers& segments) const {
   std::vector<const HeldRange*> result;
   for (const size_t i : segments) result.push_back(&wanted_[i]);
   return result;
@@ -143,22 +135,22 @@ std::vector<const HeldRange*> Staging::wanted_of(const std::vector<size_t>& segm
 
 void Staging::read_states(Staged& staged) {
   // By kind, because a parameter that was never used has none.
-  std::map<std::string, std::vector<size_t>> segments_with;
+  std::map<std::string, Numbers> segments_with;
   for (size_t i = 0; i < wanted_.size(); ++i) {
     if (differences_.without_state.count(wanted_[i].name) != 0) continue;
     for (const std::string& kind : reader_.kinds(wanted_[i])) {
       if (kind != "master" && kind != kEmaKind) segments_with[kind].push_back(i);
     }
   }
-  std::vector<InnerState> states(wanted_.size());
+  states_.resize(wanted_.size());
   torch::optim::Optimizer& inner = shards_.inner_with_counts();
   for (const auto& [kind, segments] : segments_with) {
     if (is_value(kind)) {
-      read_values(kind, segments, states);
+      read_values(kind, segments);
     } else if (is_uncut(kind)) {
-      read_uncut(kind, segments, states);
+      read_uncut(kind, segments);
     } else {
-      read_tensors(kind, segments, states);
+      read_tensors(kind, segments);
     }
   }
   for (size_t i = 0; i < wanted_.size(); ++i) {
@@ -166,7 +158,7 @@ void Staging::read_states(Staged& staged) {
     if (differences_.without_state.count(wanted_[i].name) != 0) continue;
     s.has_state = true;
     // Freed one after the other: some classes copy.
-    const InnerState state = std::exchange(states[i], {});
+    const InnerState state = std::exchange(states_[i], {});
     if (state.tensors.empty() && state.uncut.empty() && state.values.empty()) continue;
     const SegmentTensors& target = *s.target;
     s.state = adapter_of(inner, target.group)
@@ -174,11 +166,10 @@ void Staging::read_states(Staged& staged) {
   }
 }
 
-void Staging::read_tensors(const std::string& kind, const std::vector<size_t>& segments,
-                           std::vector<InnerState>& states) {
+void Staging::read_tensors(const std::string& kind, const Numbers& segments) {
   std::vector<at::Tensor> into;
   for (size_t i : segments) {
-    into.push_back(host_buffer(targets_[i]->segment.numel, reader_.dtype(kind, wanted_[i])));
+    into.push_back(at::empty({targets_[i]->segment.numel}, reader_.dtype(kind, wanted_[i])));
   }
   reader_.read(kind, wanted_of(segments), into);
   for (size_t n = 0; n < segments.size(); ++n) {
@@ -186,26 +177,24 @@ void Staging::read_tensors(const std::string& kind, const std::vector<size_t>& s
     // What is stored in fewer bytes waits for that in host memory.
     const bool narrow = target.moments != Moments::kFloat32;
     const at::Tensor read = narrow ? into[n] : into[n].to(target.master.device());
-    states[segments[n]].tensors.emplace_back(kind, in_shape_of(read, target.master));
+    states_[segments[n]].tensors.emplace_back(kind, in_shape_of(read, target.master));
   }
 }
 
-void Staging::read_uncut(const std::string& kind, const std::vector<size_t>& segments,
-                         std::vector<InnerState>& states) {
+void Staging::read_uncut(const std::string& kind, const Numbers& segments) {
   for (const size_t i : segments) {
     const at::Device device = targets_[i]->master.device();
     const at::Tensor tensor = reader_.read_uncut(kind, wanted_[i]);
-    states[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()), tensor.to(device));
+    states_[i].uncut.emplace_back(kind.substr(std::string(kUncutPrefix).size()), tensor.to(device));
   }
 }
 
-void Staging::read_values(const std::string& kind, const std::vector<size_t>& segments,
-                          std::vector<InnerState>& states) {
+void Staging::read_values(const std::string& kind, const Numbers& segments) {
   const std::vector<at::Tensor> values = reader_.read_values(kind, wanted_of(segments));
   for (size_t n = 0; n < segments.size(); ++n) {
     if (!values[n].defined()) continue;
     check_step(wanted_[segments[n]].name, kind, values[n]);
-    states[segments[n]].values.emplace_back(kind, values[n]);
+    states_[segments[n]].values.emplace_back(kind, values[n]);
   }
 }
 

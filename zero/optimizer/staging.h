@@ -56,9 +56,8 @@ class Staging {
   Staging(CheckpointReader& reader, const ParameterTable& table, ShardOptimizer& shards,
           const CheckpointDifferences& differences, const MeshTensors* mesh);
 
-  // Adds what the members below read.
-  void add_segments_to(NeededTensors& needed) const;
-  void add_whole_to(NeededTensors& needed, const std::vector<NamedTensor>& present) const;
+  // Adds what the members below read of the whole model.
+  void add_to(NeededTensors& needed) const;
 
   // Drops the present state of what read_segments() reads the state of, for those who do not go on
   // with it if that fails: it halves the memory.
@@ -67,16 +66,14 @@ class Staging {
   void read_whole(Staged& staged, const std::vector<NamedTensor>& present, const char* kind);
 
  private:
-  ManifestParameter held(const NamedTensor& item) const;
-  std::vector<const HeldRange*> wanted_of(const std::vector<size_t>& segments) const;
+  using Numbers = std::vector<size_t>;  // of targets_
+  std::vector<const HeldRange*> wanted_of(const Numbers& segments) const;
   void read_ema(Staged& staged);
   void read_states(Staged& staged);
-  void read_tensors(const std::string& kind, const std::vector<size_t>& segments,
-                    std::vector<InnerState>& states);
-  void read_uncut(const std::string& kind, const std::vector<size_t>& segments,
-                  std::vector<InnerState>& states);
-  void read_values(const std::string& kind, const std::vector<size_t>& segments,
-                   std::vector<InnerState>& states);
+  // Into states_.
+  void read_tensors(const std::string& kind, const Numbers& segments);
+  void read_uncut(const std::string& kind, const Numbers& segments);
+  void read_values(const std::string& kind, const Numbers& segments);
 
   PartReader reader_;
   const ParameterTable& table_;
@@ -84,7 +81,8 @@ class Staging {
   const CheckpointDifferences& differences_;
   const MeshTensors* const mesh_;
   std::vector<const SegmentTensors*> targets_;
-  std::vector<HeldRange> wanted_;  // per target
+  std::vector<HeldRange> wanted_;   // per target
+  std::vector<InnerState> states_;  // the same, until each has become one of the optimizer
 };
 
 // Replaces the inner optimizer's state of a segment; null: by that of one that no step has used.

@@ -16,7 +16,6 @@
 #include "zero/base/normal_tensors.h"
 #include "zero/optimizer/checkpoints.h"
 #include "zero/optimizer/listed_module.h"
-#include "zero/optimizer/plain_state.h"
 #include "zero/optimizer/recovery.h"
 #include "zero/optimizer/replanning.h"
 #include "zero/training/repair.h"

@@ -20,10 +20,6 @@ namespace {
 // Small parts let the training's own messages through in between.
 constexpr int64_t kPart = int64_t{4} << 20;
 
-at::Tensor host_bytes(int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
-}
-
 at::Tensor part_of(const at::Tensor& bytes, int64_t begin) {
   if (begin >= bytes.numel()) return {};
   return bytes.narrow(0, begin, std::min(kPart, bytes.numel() - begin));
@@ -93,7 +89,7 @@ MemoryFile CopyRing::exchange(const MemoryFile& own,
   const at::Tensor sizes = at::empty({2}, own_sizes.options());
   pass(own_sizes, sizes, "sizes of a copy");
 
-  const at::Tensor out = host_bytes(static_cast<int64_t>(own_text.size()));
+  const at::Tensor out = host_bytes(own_text.size());
   std::memcpy(out.mutable_data_ptr(), own_text.data(), own_text.size());
   const at::Tensor in = host_bytes(sizes.const_data_ptr<int64_t>()[0]);
   pass(out, in, "description of a copy");

@@ -16,16 +16,14 @@ Protection::Protection(const Group& group, std::shared_ptr<Snapshots> snapshots,
                        std::function<std::string()> failed)
     : snapshots_(std::move(snapshots)),
       recovery_(recovery),
-      rank_(group.rank()),
-      world_size_(group.world_size()),
-      timeout_(group.timeout()),
+      group_(group),
       failed_(std::move(failed)),
       others_may_join_(recovery > 0) {
   // After one of the same ranks, as where parameters change: no two snapshots have one number.
   // All ranks have agreed that its last one is complete.
   const auto before = snapshots_->all();
   if (!before.empty() && before.back()->recovery == recovery) begun_ = before.back()->number + 1;
-  if (world_size_ > 1) ring_ = std::make_unique<CopyRing>(group);
+  if (group.world_size() > 1) ring_ = std::make_unique<CopyRing>(group);
   // Here a failure is one of the construction: begin() is too late for it.
   if (ring_ || others_may_join_) thread_.start();
 }
@@ -38,9 +36,9 @@ void Protection::abort(const std::string& reason) noexcept {
 
 Problem Protection::finish() {
   if (!made_.valid()) return problem_;
-  OwnThreadWait wait(c10::str("rank ", rank_, " of ", world_size_,
+  OwnThreadWait wait(c10::str("rank ", group_.rank(), " of ", group_.world_size(),
                               " waits for its thread that copies a protected step"),
-                     timeout_);
+                     group_.timeout());
   int64_t local = 0;  // looks at work on own memory, which has no limit
   try {
     while (made_.wait_for(OwnThreadWait::kLook) != std::future_status::ready) {
@@ -61,7 +59,7 @@ void Protection::complete(Snapshot& snapshot, MemoryFileWriter& writer) {
   const auto allocate = [this](int64_t bytes) { return snapshots_->allocate(bytes, at::kCPU); };
   MemoryFile own = writer.finish();
   if (ring_) snapshot.files.emplace(ring_->primary(), ring_->exchange(own, allocate));
-  snapshot.files.emplace(rank_, std::move(own));
+  snapshot.files.emplace(group_.rank(), std::move(own));
   snapshots_->add(std::move(snapshot));
 }
 
@@ -73,7 +71,7 @@ std::shared_ptr<ShardCopies> Protection::begin(Manifest manifest, FileToSave fil
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->recovery = recovery_;
   snapshot->number = begun_++;
-  snapshot->world_size = world_size_;
+  snapshot->world_size = group_.world_size();
   manifest.id = snapshot->id();
   snapshot->manifest = std::move(manifest);
   auto writer = std::make_shared<MemoryFileWriter>(

@@ -54,9 +54,7 @@ class Protection {
 
   const std::shared_ptr<Snapshots> snapshots_;
   const int64_t recovery_;
-  const int rank_;
-  const int world_size_;
-  const std::chrono::milliseconds timeout_;
+  const Group group_;
   const std::function<std::string()> failed_;
   const bool others_may_join_;      // and need what one rank alone keeps for them
   std::unique_ptr<CopyRing> ring_;  // null for one rank alone, which nothing protects

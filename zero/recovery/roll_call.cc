@@ -11,11 +11,11 @@
 #include <mutex>
 #include <numeric>
 #include <sstream>
+#include <thread>
 #include <utility>
 
-#include "zero/base/error_text.h"
+#include "zero/base/detached_call.h"
 #include "zero/base/slow_wait.h"
-#include "zero/base/threads.h"
 #include "zero/rendezvous/ended_ranks.h"
 #include "zero/rendezvous/rendezvous.h"
 
@@ -121,8 +121,8 @@ struct RollCall::Answers {
   Answers(c10::intrusive_ptr<BoundedStore> store_in, int rank_in)
       : store(std::move(store_in)), rank(rank_in) {}
 
-  // The body of the thread.
-  void give();
+  // The body of the thread. Returns whether the store is lost.
+  bool give();
   // Answers the call, or sees who waits to join it. Returns whether it has answered.
   bool look(int64_t call);
   void watch(int64_t call);
@@ -136,8 +136,6 @@ struct RollCall::Answers {
   std::map<int, int64_t> beats;  // of those that join the next call, as last seen
   std::vector<int> waiting;
   bool stop = false;
-  bool ended = false;  // the thread uses nothing any more
-  bool lost = false;   // the store
 };
 
 RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
@@ -158,23 +156,20 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, int rank, int w
 }
 
 void RollCall::start() {
-  thread_ = start_thread([answers = answers_] { answers->give(); }, "roll call");
+  lost_ = start_detached([answers = answers_] { return answers->give(); }, "roll call");
 }
 
 RollCall::~RollCall() {
-  if (!thread_.joinable()) return;
-  bool ended = false;
-  bool lost = false;
+  if (!lost_.valid()) return;
   {
-    std::unique_lock<std::mutex> lock(answers_->mutex);
+    const std::lock_guard<std::mutex> lock(answers_->mutex);
     answers_->stop = true;
     answers_->changed.notify_all();
-    ended = answers_->changed.wait_for(lock, kEndOfThreadLimit, [this] { return answers_->ended; });
-    lost = answers_->lost || !ended;
   }
   // A thread that is left in a call of a silent store owns what it uses.
-  ended ? thread_.join() : thread_.detach();
-  const bool failed = std::uncaught_exceptions() > exceptions_ || !left_behind_.empty() || lost;
+  const bool ended = lost_.wait_for(kEndOfThreadLimit) == std::future_status::ready;
+  const bool failed =
+      std::uncaught_exceptions() > exceptions_ || !left_behind_.empty() || !ended || lost_.get();
   if (failed || ranks_.front() != rank_) return;
   try {
     store_->within(kEndOfJobLimit)->set(kEnded, "1");
@@ -189,26 +184,24 @@ int64_t RollCall::calls() const {
 
 // Asks for the next call until the end. The rank itself may be behind: it answers calls while it
 // computes.
-void RollCall::Answers::give() {
+bool RollCall::Answers::give() {
   int64_t answered = 0;  // how many calls
+  bool lost = false;
   std::unique_lock<std::mutex> lock(mutex);
   while (!stop && !lost) {
     const int64_t next = std::max(calls, answered);
     lock.unlock();
-    bool gone = false;
     try {
       if (look(next)) answered = next + 1;
     } catch (const std::exception&) {
       // A late answer is no reason to leave this rank without a voice. Nothing can be recovered
       // over a store that is gone, as call() says: asking it again would only make c10d warn.
-      gone = store->is_gone();
+      lost = store->is_gone();
     }
     lock.lock();
-    lost = gone;
     if (!lost) changed.wait_for(lock, kAskInterval, [this] { return stop; });
   }
-  ended = true;
-  changed.notify_all();
+  return lost;
 }
 
 bool RollCall::Answers::look(int64_t call) {

@@ -22,10 +22,10 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "zero/rendezvous/bounded_store.h"
@@ -99,7 +99,7 @@ class RollCall {
   std::string left_behind_;
   const int exceptions_;  // under way at construction
   const std::shared_ptr<Answers> answers_;
-  std::thread thread_;
+  std::future<bool> lost_;  // of the thread, at its end: whether it has lost the store
 };
 
 }  // namespace zero

@@ -8,14 +8,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <vector>
 
+#include "zero/checkpoint/format/reader.h"
 #include "zero/checkpoint/memory_file.h"
+#include "zero/process_group.h"
 
 namespace zero {
 
@@ -62,5 +64,13 @@ struct CompleteSnapshot {
 // The newest snapshot of which some rank has each file; `texts` are those of snapshots_text(), by
 // rank. Throws c10::Error, which says which shards are lost, if there is none.
 CompleteSnapshot newest_complete(const std::vector<std::string>& texts);
+
+// Collective over `control` and `group`, whose ranks are those that gave their snapshots_text().
+// Returns a reader of the snapshot that `which` names, with the tensors for which needed(tensor) is
+// true on this rank. Those of files that this rank does not hold are sent by the servers of the
+// files: see exchange_files().
+std::unique_ptr<CheckpointReader> gather_snapshot(
+    Communicator& control, const Group& group, const Snapshots& snapshots,
+    const CompleteSnapshot& which, const std::function<bool(const ManifestTensor&)>& needed);
 
 }  // namespace zero

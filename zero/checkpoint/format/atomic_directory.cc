@@ -35,7 +35,8 @@ constexpr char kRemoved[] = ".removed";
 // A trial of the file system has this name in place of a checkpoint's. The dot keeps it apart from
 // names of users.
 constexpr char kTrial[] = ".trial";
-constexpr size_t kTagDigits = 16;
+// Digits by which a name is known to be this library's.
+constexpr size_t kTagDigits = kHashDigits;
 constexpr char kNoExchange[] =
     ": expected a file system that can exchange two folders, since overwrite(true) shall replace "
     "what is there in one system call, got one that cannot (NFS, for example); save under a new "
@@ -69,10 +70,6 @@ std::string name_of(const std::string& path) {
   return fs::path(without_end(path)).filename().string();
 }
 
-std::string hidden(const std::string& target, const std::string& suffix) {
-  return parent_of(target) + "/." + name_of(target) + suffix;
-}
-
 bool is_folder(const std::string& path) {
   struct stat status {};
   return lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
@@ -91,12 +88,6 @@ void remove_tree(const std::string& path) {
   TORCH_WARN("cannot remove ", path, ": ", error.message());
 }
 
-// 16 hexadecimal digits, by which a name is known to be this library's.
-bool is_tag(const std::string& text) {
-  return text.size() == kTagDigits &&
-         text.find_first_not_of("0123456789abcdef") == std::string::npos;
-}
-
 // The beginning of the names of what this process removes.
 const std::string& removal_tag() {
   static const auto* tag = new std::string(random_id().substr(0, kTagDigits / 2));
@@ -111,16 +102,15 @@ std::string removed_path(const std::string& path) {
 // The rest of a hidden folder's name that ends with `suffix`: the target's name, with or without a
 // tag, or a tag alone.
 std::optional<std::string> hidden_target(const std::string& name, const std::string& suffix) {
-  const bool fits = name.size() > suffix.size() + 1 && name[0] == '.' &&
-                    name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
-  if (!fits) return std::nullopt;
+  const bool fits = name.starts_with('.') && name.ends_with(suffix);
+  if (!fits || name.size() <= suffix.size() + 1) return std::nullopt;
   return name.substr(1, name.size() - 1 - suffix.size());
 }
 
 // Whether this process or another one has renamed a folder of this name to remove it.
 bool is_removed(const std::string& name) {
   const auto tag = hidden_target(name, kRemoved);
-  return tag && is_tag(*tag);
+  return tag && is_hash_text(*tag);
 }
 
 // The target's name in that of a hidden folder which a save fills.
@@ -128,7 +118,7 @@ std::optional<std::string> saving_target(const std::string& name) {
   const auto found = hidden_target(name, kSaving);
   if (!found || found->size() < kTagDigits + 2) return std::nullopt;
   const size_t dot = found->size() - kTagDigits - 1;
-  if ((*found)[dot] != '.' || !is_tag(found->substr(dot + 1))) return std::nullopt;
+  if ((*found)[dot] != '.' || !is_hash_text(found->substr(dot + 1))) return std::nullopt;
   return found->substr(0, dot);
 }
 
@@ -196,7 +186,12 @@ bool try_once(const std::string& parent) {
   const auto found =
       try_file_system(saving_path(trial, random_id()), saving_path(trial, random_id()));
   if (!found) return true;
-  check_file_system(*found, parent);
+  TORCH_CHECK(found->refusal.empty(), parent,
+              ": expected a file system that renames folders and brings them to disk, which is how "
+              "a checkpoint appears complete or not at all, got one of type ",
+              found->type, " that refuses it (", found->refusal,
+              "); save to a local disk, NFS or Lustre and copy the finished checkpoint to where it "
+              "shall be kept");
   const std::string weaker = weaker_promises(*found);
   if (!weaker.empty() && warned->emplace(status.st_dev, weaker).second) {
     TORCH_WARN(parent, " is on a file system of type ", found->type,
@@ -231,7 +226,7 @@ std::vector<std::string> names_in(const std::string& parent) {
 }
 
 std::string saving_path(const std::string& target, const std::string& id) {
-  return hidden(target, c10::str(".", id.substr(0, kTagDigits), kSaving));
+  return parent_of(target) + "/." + name_of(target) + "." + id.substr(0, kTagDigits) + kSaving;
 }
 
 AtomicDirectory::AtomicDirectory(std::string target, bool overwrite, const char* required,

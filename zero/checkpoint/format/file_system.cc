@@ -201,15 +201,6 @@ std::optional<FileSystem> try_file_system(const std::string& from, const std::st
   return Trial(from, to).run();
 }
 
-void check_file_system(const FileSystem& found, const std::string& parent) {
-  TORCH_CHECK(found.refusal.empty(), parent,
-              ": expected a file system that renames folders and brings them to disk, which is how "
-              "a checkpoint appears complete or not at all, got one of type ",
-              found.type, " that refuses it (", found.refusal,
-              "); save to a local disk, NFS or Lustre and copy the finished checkpoint to where it "
-              "shall be kept");
-}
-
 std::string weaker_promises(const FileSystem& found) {
   const std::pair<bool, const char*> promises[] = {
       {!found.copies,

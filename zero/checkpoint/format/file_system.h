@@ -44,9 +44,6 @@ struct FileSystem {
 // where memory or space is short: the save itself finds out why, and the next one tries again.
 std::optional<FileSystem> try_file_system(const std::string& from, const std::string& to);
 
-// Throws if no save can work on this file system.
-void check_file_system(const FileSystem& found, const std::string& parent);
-
 // Returns the sentences of a warning about promises that are weaker than those of a local disk;
 // empty if none is.
 std::string weaker_promises(const FileSystem& found);

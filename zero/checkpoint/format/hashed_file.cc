@@ -70,15 +70,19 @@ uint64_t content_hash(const void* data, size_t bytes) { return XXH3_64bits(data,
 
 std::string hash_text(uint64_t hash) {
   constexpr char kDigits[] = "0123456789abcdef";
-  std::string text(16, '0');
-  for (int i = 15; i >= 0; --i, hash >>= 4) text[i] = kDigits[hash & 15];
+  std::string text(kHashDigits, '0');
+  for (size_t i = kHashDigits; i > 0; --i, hash >>= 4) text[i - 1] = kDigits[hash & 15];
   return text;
 }
 
+bool is_hash_text(const std::string& text) {
+  return text.size() == kHashDigits &&
+         text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
 uint64_t parse_hash(const std::string& text) {
-  const bool valid =
-      text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
-  TORCH_CHECK(valid, "checksum: expected 16 hexadecimal digits, got ", printable(text));
+  TORCH_CHECK(is_hash_text(text), "checksum: expected 16 hexadecimal digits, got ",
+              printable(text));
   return std::stoull(text, nullptr, 16);
 }
 
@@ -101,10 +105,11 @@ void check_path(const std::string& path) {
               printable(path));
 }
 
-FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
+FileWriter::FileWriter(std::string path)
+    : path_(std::move(path)),
+      // First, since no destructor closes what a constructor that throws has opened.
+      collected_(static_cast<char*>(std::aligned_alloc(kBlock, kPart)), std::free) {
   check_path(path_);
-  // First, since no destructor closes what a constructor that throws has opened.
-  collected_.reset(static_cast<char*>(std::aligned_alloc(kBlock, kPart)));
   if (!collected_) throw_errno("cannot write " + path_, ENOMEM);
   descriptor_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (descriptor_ < 0) throw_errno("cannot create " + path_, errno);
@@ -113,8 +118,6 @@ FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
 FileWriter::~FileWriter() {
   if (descriptor_ >= 0) ::close(descriptor_);
 }
-
-void FileWriter::Free::operator()(char* memory) const { std::free(memory); }
 
 void FileWriter::set_direct(bool direct) {
   direct_ = fcntl(descriptor_, F_SETFL, direct ? O_DIRECT : 0) == 0 && direct;
@@ -229,16 +232,22 @@ std::string StoredBytes::read_text(uint64_t offset, size_t bytes) {
   return text;
 }
 
-uint64_t StoredBytes::scan(uint64_t begin, uint64_t end, const Take& take) {
+void StoredBytes::read_parts(uint64_t begin, uint64_t end, const Take& take) {
   if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(kPart);
-  ContentHash hash;
   for (uint64_t at = begin; at < end;) {
     const auto part = static_cast<size_t>(std::min<uint64_t>(end - at, kPart));
     read(at, buffer_.get(), part);
-    hash.add(buffer_.get(), part);
-    if (take) take(at - begin, buffer_.get(), part);
+    take(at - begin, buffer_.get(), part);
     at += part;
   }
+}
+
+uint64_t StoredBytes::scan(uint64_t begin, uint64_t end, const Take& take) {
+  ContentHash hash;
+  read_parts(begin, end, [&](uint64_t at, const char* data, size_t bytes) {
+    hash.add(data, bytes);
+    if (take) take(at, data, bytes);
+  });
   return hash.value();
 }
 

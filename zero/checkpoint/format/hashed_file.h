@@ -30,7 +30,9 @@ class ContentHash {
 
 uint64_t content_hash(const void* data, size_t bytes);
 // 16 hexadecimal digits, and back. parse_hash() throws for anything else.
+inline constexpr size_t kHashDigits = 16;
 std::string hash_text(uint64_t hash);
+bool is_hash_text(const std::string& text);
 uint64_t parse_hash(const std::string& text);
 
 // `text` for an error: "\\x00" and so on in place of control characters, at which some
@@ -64,9 +66,6 @@ class FileWriter {
   uint64_t bytes() const { return bytes_; }
 
  private:
-  struct Free {
-    void operator()(char* memory) const;
-  };
   // Writes what is collected.
   void flush();
   void write_out(const char* data, size_t bytes);
@@ -78,7 +77,7 @@ class FileWriter {
   bool direct_ = false;
   bool small_ = true;  // no whole part has been written
   uint64_t bytes_ = 0;
-  std::unique_ptr<char, Free> collected_;
+  std::unique_ptr<char, void (*)(void*)> collected_;
   size_t collected_bytes_ = 0;
 };
 
@@ -95,10 +94,11 @@ class StoredBytes {
   // Throws when the file ends before.
   virtual void read(uint64_t offset, void* data, size_t bytes) = 0;
   std::string read_text(uint64_t offset, size_t bytes);
-  // Gives [begin, end) to `take` in parts of at most kPart bytes, and returns
-  // the hash of it all. `at` counts from `begin`.
+  // Gives [begin, end) to `take` in parts of at most kPart bytes. `at` counts from `begin`.
   static constexpr size_t kPart = size_t{1} << 20;
   using Take = std::function<void(uint64_t at, const char* data, size_t bytes)>;
+  void read_parts(uint64_t begin, uint64_t end, const Take& take);
+  // The same, and returns the hash of it all.
   uint64_t scan(uint64_t begin, uint64_t end, const Take& take = nullptr);
 
   // Gives back what the next read can get again: memory, and a descriptor.

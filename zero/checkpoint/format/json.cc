@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/checkpoint/format/json.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 
 #include "zero/base/json_text.h"

@@ -103,42 +103,31 @@ bool is_uncut(const std::string& kind) { return kind.rfind(kUncutPrefix, 0) == 0
 
 namespace {
 
-// Puts what has one name and the same kinds together.
-class TensorsByName {
- public:
-  explicit TensorsByName(std::vector<ManifestTensors>& result) : result_(result) {}
+// The numbers of entries in a list, by their name and kinds, which have no NUL.
+using EntryNumbers = std::unordered_map<std::string, size_t>;
 
-  void add(const ManifestTensors& entry, int64_t file) {
-    const auto [at, added] = numbers_.emplace(key_of(entry), result_.size());
-    if (added) {
-      TORCH_CHECK(entry.kinds.size() <= kKindsLimit, "checkpoint: ", entry.owner,
-                  ": expected at most ", kKindsLimit, " kinds of tensors, got ",
-                  entry.kinds.size());
-      result_.push_back({entry.owner, entry.kinds, {}});
-    }
-    for (ManifestPiece piece : entry.pieces) {
-      piece.file = file;
-      result_[at->second].pieces.push_back(piece);
-    }
+// Adds the pieces of `entry`, which are in `file`, to what has its name and its kinds.
+void add_entry(const ManifestTensors& entry, int64_t file, EntryNumbers& numbers,
+               std::vector<ManifestTensors>& into) {
+  std::string key = entry.owner;
+  for (const std::string& kind : entry.kinds) key.append(1, '\0').append(kind);
+  const auto [at, added] = numbers.emplace(std::move(key), into.size());
+  if (added) {
+    TORCH_CHECK(entry.kinds.size() <= kKindsLimit, "checkpoint: ", entry.owner,
+                ": expected at most ", kKindsLimit, " kinds of tensors, got ", entry.kinds.size());
+    into.push_back({entry.owner, entry.kinds, {}});
   }
-
- private:
-  // Neither has a NUL.
-  static std::string key_of(const ManifestTensors& entry) {
-    std::string key = entry.owner;
-    for (const std::string& kind : entry.kinds) key.append(1, '\0').append(kind);
-    return key;
+  for (ManifestPiece piece : entry.pieces) {
+    piece.file = file;
+    into[at->second].pieces.push_back(piece);
   }
-
-  std::vector<ManifestTensors>& result_;
-  std::unordered_map<std::string, size_t> numbers_;  // in `result_`, by key_of()
-};
+}
 
 }  // namespace
 
 std::vector<ManifestTensors> tensors_by_name(const std::vector<ManifestTensor>& tensors) {
   std::vector<ManifestTensors> result;
-  TensorsByName by_name(result);
+  EntryNumbers numbers;
   for (size_t first = 0; first < tensors.size();) {
     // The kinds of one piece follow each other.
     const ManifestTensor& piece = tensors[first];
@@ -148,17 +137,17 @@ std::vector<ManifestTensors> tensors_by_name(const std::vector<ManifestTensor>& 
       if (t.owner != piece.owner || t.begin != piece.begin || t.numel != piece.numel) break;
       entry.kinds.push_back(t.kind);
     }
-    by_name.add(entry, 0);
+    add_entry(entry, 0, numbers, result);
   }
   return result;
 }
 
 void add_files(const std::vector<FileContent>& files, Manifest& manifest) {
-  TensorsByName by_name(manifest.tensors);
+  EntryNumbers numbers;
   std::unordered_map<std::string, uint64_t> seen;  // by name, NUL and kind
   for (const FileContent& file : files) {
     for (const ManifestTensors& entry : file.tensors) {
-      by_name.add(entry, static_cast<int64_t>(manifest.files.size()));
+      add_entry(entry, static_cast<int64_t>(manifest.files.size()), numbers, manifest.tensors);
     }
     manifest.files.push_back(file.about);
     for (const StoredValue& value : file.values) {

@@ -31,9 +31,8 @@ bool overlap(const ManifestPiece& stored, const WantedRange& wanted) {
 // File by file, since a parameter has pieces in those of all ranks, which cannot all stay open; and
 // those of one piece from its beginning on.
 void sort_by_file(std::vector<RangeOverlap>& overlaps, const auto& places) {
-  std::sort(overlaps.begin(), overlaps.end(), [&](const RangeOverlap& a, const RangeOverlap& b) {
-    return std::tie(places[a.stored].piece.file, a.stored, a.stored_begin) <
-           std::tie(places[b.stored].piece.file, b.stored, b.stored_begin);
+  std::ranges::sort(overlaps, {}, [&](const RangeOverlap& o) {
+    return std::tuple(places[o.stored].piece.file, o.stored, o.stored_begin);
   });
 }
 
@@ -48,7 +47,7 @@ CheckpointReader::CheckpointReader(const std::string& folder)
     : CheckpointReader(folder, read_manifest(folder)) {}
 
 CheckpointReader::CheckpointReader(const std::string& folder, Manifest manifest)
-    : folder_(folder), manifest_(std::move(manifest)), open_([this](const ManifestFile& file) {
+    : CheckpointReader(folder, std::move(manifest), [this](const ManifestFile& file) {
         const std::string path = folder_ + "/" + file.name;
         TORCH_CHECK(file.disk == manifest_.disk || access(path.c_str(), F_OK) == 0, path,
                     ": expected the file that rank ", writer_of(file), " wrote to disk ", file.disk,
@@ -56,16 +55,10 @@ CheckpointReader::CheckpointReader(const std::string& folder, Manifest manifest)
                     ": copy those of all disks into one folder, or load it with ranks that see "
                     "them");
         return std::make_unique<FileReader>(path);
-      }) {
-  list_tensors();
-}
+      }) {}
 
 CheckpointReader::CheckpointReader(std::string name, Manifest manifest, Open open)
     : folder_(std::move(name)), manifest_(std::move(manifest)), open_(std::move(open)) {
-  list_tensors();
-}
-
-void CheckpointReader::list_tensors() {
   for (const ManifestTensors& entry : manifest_.tensors) entries_[entry.owner].push_back(&entry);
   for (const ManifestFile& file : manifest_.files) {
     first_block_.push_back(blocks_);
@@ -73,8 +66,6 @@ void CheckpointReader::list_tensors() {
     TORCH_CHECK(fits, folder_, ": expected blocks that fit 63 bits, got more");
   }
 }
-
-CheckpointReader::~CheckpointReader() = default;
 
 std::set<std::string> CheckpointReader::kinds(const std::string& owner) const {
   std::set<std::string> result;
@@ -124,7 +115,7 @@ StoredFile& CheckpointReader::open(size_t index) {
   recent_.push_back(index);
   if (recent_.size() > kOpenFiles) {
     const auto oldest = files_.find(recent_.front());
-    if (oldest != files_.end() && oldest->second) oldest->second->release();
+    if (oldest != files_.end() && oldest->second) oldest->second->bytes().release();
     recent_.erase(recent_.begin());
   }
   auto& slot = files_[index];
@@ -261,8 +252,7 @@ at::Tensor CheckpointReader::read_all(const std::string& kind,
   check_sizes(kind, wanted, dtype);
   int64_t numel = 0;
   for (const WantedRange& range : wanted) numel += range.numel;
-  const at::Tensor all =
-      at::empty({numel}, at::TensorOptions().dtype(dtype.value_or(c10::ScalarType::Float)));
+  const at::Tensor all = at::empty({numel}, dtype.value_or(c10::ScalarType::Float));
   std::vector<at::Tensor> into;
   int64_t begin = 0;
   for (const WantedRange& range : wanted) {
@@ -283,7 +273,7 @@ std::vector<at::Tensor> CheckpointReader::read_values(const std::string& kind,
     const Place& place = places[o.stored];
     const c10::ScalarType dtype = stored(place).dtype;
     const StoredTensor& tensor = stored(place, dtype, 1);
-    const at::Tensor value = at::empty({1}, at::TensorOptions().dtype(dtype));
+    const at::Tensor value = at::empty({1}, dtype);
     open(place.piece.file)
         .read(tensor, 0, value.nbytes(), [&](uint64_t at, const char* data, size_t bytes) {
           std::memcpy(static_cast<char*>(value.mutable_data_ptr()) + at, data, bytes);
@@ -313,8 +303,7 @@ std::string CheckpointReader::read_bytes(const std::string& owner, const std::st
 }
 
 at::Tensor CheckpointReader::blocks_read() const {
-  const at::Tensor result =
-      at::zeros({blocks_ / kBitsOfInt + 1}, at::TensorOptions().dtype(at::kInt));
+  const at::Tensor result = at::zeros({blocks_ / kBitsOfInt + 1}, at::kInt);
   auto* const words = result.mutable_data_ptr<int32_t>();
   for (const auto& [index, file] : files_) {
     for (size_t b = 0; b < file->verified().size(); ++b) {

@@ -42,7 +42,8 @@ class CheckpointReader {
   // once. `name` is for errors.
   using Open = std::function<std::unique_ptr<StoredBytes>(const ManifestFile& file)>;
   CheckpointReader(std::string name, Manifest manifest, Open open);
-  ~CheckpointReader();
+  CheckpointReader(const CheckpointReader&) = delete;
+  CheckpointReader& operator=(const CheckpointReader&) = delete;
 
   const Manifest& manifest() const { return manifest_; }
 
@@ -99,7 +100,6 @@ class CheckpointReader {
     ManifestPiece piece;
   };
 
-  void list_tensors();
   StoredFile& open(size_t index);
   std::vector<Place> places(const std::string& owner, const std::string& kind) const;
   // How the stored pieces, which are appended to `stored`, make up `wanted`.

@@ -9,7 +9,6 @@
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <tuple>
 #include <utility>
 
 #include "zero/base/error_text.h"
@@ -76,12 +75,8 @@ class HeaderReader final : public LimitedJson {
   // Whether the text is an object.
   bool is_object() const { return is_object_; }
 
-  bool null() override { return other("null"); }
-  bool boolean(bool) override { return other("boolean"); }
-  bool number_integer(number_integer_t) override { return other("number"); }
-  bool number_float(number_float_t, const string_t&) override { return other("number"); }
   bool number_unsigned(number_unsigned_t number) override {
-    if (!is_number()) return other("number");
+    if (!is_number()) return value("number");
     if (field_ == kShape) {
       TORCH_CHECK(number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()), where(),
                   ": expected sizes of 63 bits, got ", number);
@@ -97,7 +92,7 @@ class HeaderReader final : public LimitedJson {
       header_.metadata[key_] = text;
       return true;
     }
-    if (depth() != kInEntry || field_ != kDtype) return other("string");
+    if (depth() != kInEntry || field_ != kDtype) return value("string");
     tensor_.dtype = parse_dtype(text);
     found_ |= kDtype;
     return true;
@@ -117,7 +112,7 @@ class HeaderReader final : public LimitedJson {
 
   bool start_object(std::size_t size) override {
     if (depth() == 0) is_object_ = true;
-    if (depth() >= kInEntry) other("object");
+    if (depth() >= kInEntry) value("object");
     if (depth() == kInRoot && !in_metadata_) {
       tensor_.shape.clear();
       found_ = kNone;
@@ -135,7 +130,7 @@ class HeaderReader final : public LimitedJson {
     if (depth() == kInEntry && !in_metadata_ && (field_ & (kShape | kOffsets)) != 0) {
       found_ |= field_;
     } else {
-      other("array");
+      value("array");
     }
     return LimitedJson::start_array(size);
   }
@@ -160,7 +155,7 @@ class HeaderReader final : public LimitedJson {
   }
 
   // A value of a kind that only a field which is ignored may have.
-  bool other(const char* kind) const {
+  bool value(const char* kind) override {
     if (!is_object_) return true;
     if (in_metadata_) {
       TORCH_CHECK(depth() != kInRoot, "expected metadata by name, got something else");
@@ -284,10 +279,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t file_
     TORCH_CHECK(false, path, ": ", error_text(error));
   }
   TORCH_CHECK(is_json && reader.is_object(), path, ": expected a JSON object, got something else");
-  std::stable_sort(header.tensors.begin(), header.tensors.end(),
-                   [](const StoredTensor& a, const StoredTensor& b) {
-                     return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
-                   });
+  std::ranges::stable_sort(header.tensors, {},
+                           [](const StoredTensor& t) { return std::pair(t.begin, t.end); });
   check_covers(header, file_bytes, path);
   return header;
 }
@@ -340,10 +333,8 @@ std::map<std::string, std::string> read_safetensors_index(StoredBytes& file) {
 std::string lay_out_safetensors(std::vector<StoredTensor>& tensors,
                                 const std::map<std::string, std::string>& metadata,
                                 const std::string& path) {
-  std::stable_sort(tensors.begin(), tensors.end(),
-                   [](const StoredTensor& a, const StoredTensor& b) {
-                     return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
-                   });
+  std::ranges::stable_sort(tensors, std::ranges::greater(),
+                           [](const StoredTensor& t) { return c10::elementSize(t.dtype); });
   uint64_t at = 0;
   for (StoredTensor& tensor : tensors) {
     const auto where = [&] { return path + ": tensor " + tensor.name; };

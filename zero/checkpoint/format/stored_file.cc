@@ -278,19 +278,18 @@ void StoredFile::read_blocks(const StoredTensor& t, uint64_t first, uint64_t las
     check(t, 0, bytes_->scan(t.begin, t.end, take));
     return;
   }
-  constexpr uint64_t kAtOnce = StoredBytes::kPart / kBlockBytes;
-  if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(StoredBytes::kPart);
-  for (uint64_t b = first; b < last; b += kAtOnce) {
-    const uint64_t begin = b * kBlockBytes;
-    const uint64_t end = std::min(std::min(last, b + kAtOnce) * kBlockBytes, t.end - t.begin);
-    bytes_->read(t.begin + begin, buffer_.get(), end - begin);
-    for (uint64_t at = begin; at < end; at += kBlockBytes) {
-      const uint64_t block = at / kBlockBytes;
-      check(t, block, content_hash(buffer_.get() + (at - begin), std::min(kBlockBytes, end - at)));
+  static_assert(StoredBytes::kPart % kBlockBytes == 0, "parts are whole blocks");
+  const uint64_t begin = first * kBlockBytes;
+  const uint64_t end = std::min(last * kBlockBytes, t.end - t.begin);
+  const auto verify = [&](uint64_t at, const char* data, size_t bytes) {
+    for (size_t done = 0; done < bytes; done += kBlockBytes) {
+      const uint64_t block = (begin + at + done) / kBlockBytes;
+      check(t, block, content_hash(data + done, std::min(kBlockBytes, bytes - done)));
       verified_[first_block_[number(t)] + block] = true;
     }
-    if (take) take(begin, buffer_.get(), end - begin);
-  }
+    if (take) take(begin + at, data, bytes);
+  };
+  bytes_->read_parts(t.begin + begin, t.begin + end, verify);
 }
 
 void StoredFile::read(const StoredTensor& tensor, uint64_t begin, uint64_t end,
@@ -314,11 +313,6 @@ void StoredFile::verify_rest(const std::function<bool(size_t block)>& skip) {
       read_blocks(tensors_[i], first, last, nullptr);
     }
   }
-}
-
-void StoredFile::release() {
-  buffer_.reset();
-  bytes_->release();
 }
 
 }  // namespace zero

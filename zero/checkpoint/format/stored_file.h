@@ -123,11 +123,9 @@ class StoredFile {
   // Reads the blocks for which skip(block) is false, or all of a file of before version 5.
   void verify_rest(const std::function<bool(size_t block)>& skip);
 
-  // For those who send the file, unverified.
+  // Unverified.
   StoredBytes& bytes() { return *bytes_; }
   uint64_t bytes_read() const { return bytes_->bytes_read(); }
-  // Gives back what the next read can get again: memory, and a descriptor.
-  void release();
 
  private:
   // Parts of the constructor. The first reads the hashes of blocks; the second takes the tensors
@@ -151,7 +149,6 @@ class StoredFile {
   std::unordered_map<std::string_view, size_t> numbers_;  // of tensors_, by key
   std::vector<uint64_t> hashes_;                          // of blocks; else of tensors
   std::vector<bool> verified_;
-  std::unique_ptr<char[]> buffer_;
 };
 
 }  // namespace zero

@@ -9,7 +9,6 @@
 #include <bit>
 #include <cmath>
 #include <set>
-#include <tuple>
 
 namespace zero {
 namespace {
@@ -111,26 +110,22 @@ std::vector<std::vector<const HeldTensor*>> sort_into_parts(
 
 }  // namespace
 
-MeshTensors::MeshTensors(std::vector<HeldTensors> held, std::map<std::string, int64_t> own_parts)
-    : own_parts_(std::move(own_parts)) {
+MeshTensors::MeshTensors(const std::vector<HeldTensors>& held, int64_t own_part)
+    : own_part_(static_cast<size_t>(own_part)) {
   number_groups(held);
-  Held parameters, frozen, buffers;
   std::set<int64_t> sets;
   for (const HeldTensors& rank : held) {
-    parameters.insert(parameters.end(), rank.parameters.begin(), rank.parameters.end());
-    frozen.insert(frozen.end(), rank.frozen.begin(), rank.frozen.end());
-    buffers.insert(buffers.end(), rank.buffers.begin(), rank.buffers.end());
     for (const HeldTensor& t : rank.parameters) sets.insert(t.first_rank);
   }
   sets_ = static_cast<int64_t>(sets.size());
-  merge_by_name(parameters, "parameter", parameters_);
-  merge_by_name(frozen, "frozen parameter", frozen_);
-  merge_by_name(buffers, "buffer", buffers_);
+  merge_by_name(held, &HeldTensors::parameters, "parameter", parameters_);
+  merge_by_name(held, &HeldTensors::frozen, "frozen parameter", frozen_);
+  merge_by_name(held, &HeldTensors::buffers, "buffer", buffers_);
 }
 
 // The first set's groups keep their numbers. A later one's get those of equal options, its own
 // number where it is among them.
-void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
+void MeshTensors::number_groups(const std::vector<HeldTensors>& held) {
   std::map<std::string, size_t> numbers;  // the lowest of each options
   for (size_t rank = 0; rank < held.size(); ++rank) {
     const bool first = groups_.empty();
@@ -157,13 +152,14 @@ void MeshTensors::number_groups(std::vector<HeldTensors>& held) {
 //   2. Gather those of one name, which stand where the first of them does.
 //   3. Refuse names that two kinds share.
 //   4. Sort them into parts, compare the copies of each part, and store each part once.
-void MeshTensors::merge_by_name(const Held& all, const char* kind,
-                                std::vector<ManifestParameter>& into) {
+void MeshTensors::merge_by_name(const std::vector<HeldTensors>& held, Held HeldTensors::*list,
+                                const char* kind, std::vector<ManifestParameter>& into) {
   std::vector<const HeldTensor*> order;
-  for (const HeldTensor& t : all) order.push_back(&t);
-  std::sort(order.begin(), order.end(), [](const HeldTensor* a, const HeldTensor* b) {
-    return std::tie(a->first_rank, a->index) < std::tie(b->first_rank, b->index);
-  });
+  for (const HeldTensors& rank : held) {
+    for (const HeldTensor& t : rank.*list) order.push_back(&t);
+  }
+  std::ranges::sort(order, {},
+                    [](const HeldTensor* t) { return std::pair(t->first_rank, t->index); });
   std::map<std::string, Copies> by_name;
   for (const HeldTensor* t : order) by_name[t->about.name].push_back(t);
   for (const HeldTensor* t : order) {
@@ -216,8 +212,8 @@ void MeshTensors::add_parts(const std::vector<Copies>& parts,
 }
 
 const ManifestParameter& MeshTensors::own(const std::string& name) const {
-  const auto number = own_parts_.find(name);
-  return parts_.at(name).at(number == own_parts_.end() ? 0 : number->second);
+  const std::vector<ManifestParameter>& parts = parts_.at(name);
+  return parts.size() == 1 ? parts.front() : parts.at(own_part_);
 }
 
 }  // namespace zero

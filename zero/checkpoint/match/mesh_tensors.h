@@ -23,13 +23,12 @@ namespace zero {
 
 class MeshTensors {
  public:
-  // `held[r]` is from rank r. `own_parts` has the numbers of this rank's parts by name; 0 for names
-  // that are not in it. Throws c10::Error, the same on every rank: names that are held with
+  // `held[r]` is from rank r. `own_part` is the number of this rank's part of each tensor that is
+  // cut. Throws c10::Error, the same on every rank: names that are held with
   // different kinds, shapes or memory orders, names of which the placements say that they are
   // different parameters, frozen parameters of one name with different values, and parts that do
   // not make up a whole.
-  explicit MeshTensors(std::vector<HeldTensors> held,
-                       std::map<std::string, int64_t> own_parts = {});
+  explicit MeshTensors(const std::vector<HeldTensors>& held, int64_t own_part = 0);
 
   // All tensors, by their sets' first ranks and in each set's order.
   const std::vector<ManifestParameter>& parameters() const { return parameters_; }
@@ -54,8 +53,9 @@ class MeshTensors {
   // What each set that holds a tensor, or a part of one, says of it; the lowest first rank first.
   using Copies = std::vector<const HeldTensor*>;
 
-  void number_groups(std::vector<HeldTensors>& held);
-  void merge_by_name(const Held& all, const char* kind, std::vector<ManifestParameter>& into);
+  void number_groups(const std::vector<HeldTensors>& held);
+  void merge_by_name(const std::vector<HeldTensors>& held, Held HeldTensors::*list,
+                     const char* kind, std::vector<ManifestParameter>& into);
   void add_parts(const std::vector<Copies>& parts, std::vector<ManifestParameter>& into);
 
   std::vector<ManifestParameter> parameters_;
@@ -65,7 +65,7 @@ class MeshTensors {
   std::map<std::pair<int64_t, int64_t>, int64_t> group_numbers_;  // by first rank and its group
   std::map<std::string, int64_t> stored_by_;                      // first rank, by stored_name()
   std::map<std::string, std::vector<ManifestParameter>> parts_;   // by name
-  const std::map<std::string, int64_t> own_parts_;
+  const size_t own_part_;
   std::map<std::string, const char*> kinds_;  // by name
   int64_t sets_ = 0;
 };

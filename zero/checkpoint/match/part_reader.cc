@@ -79,9 +79,7 @@ PartReader::PartReader(CheckpointReader& reader) : reader_(reader) {
 }
 
 const PartReader::Parts& PartReader::parts(const std::string& name) const {
-  const auto found = parts_.find(name);
-  TORCH_INTERNAL_ASSERT(found != parts_.end(), "a tensor of the checkpoint");
-  return found->second;
+  return parts_.at(name);
 }
 
 HeldRange PartReader::find(const ManifestParameter& held, int64_t begin, int64_t numel) const {
@@ -192,7 +190,7 @@ at::Tensor PartReader::read_all(const ManifestParameter& held, const std::string
   in_slices([&](const HeldRange& range, int64_t, int64_t) {
     reader_.check_sizes(kind, range.stored, dtype);
   });
-  const at::Tensor result = at::empty({all}, at::TensorOptions().dtype(*dtype));
+  const at::Tensor result = at::empty({all}, *dtype);
   in_slices([&](const HeldRange& range, int64_t begin, int64_t count) {
     read(kind, {&range}, {result.narrow(0, begin, count)});
   });

@@ -1,8 +1,9 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A file of optimizer state as plain torch has it: tensors "state.<parameter>.<name of torch>", and
-// in its metadata the class and the groups by the names that torch.optim of Python gives them.
+// Files for plain torch and Python. One of optimizer state has tensors
+// "state.<parameter>.<name of torch>", and in its metadata the class and the groups by the names
+// that torch.optim of Python gives them.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -12,8 +13,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "zero/checkpoint/format/manifest.h"
 
 namespace zero {
 
@@ -28,9 +27,6 @@ std::pair<std::string, std::string> parse_plain_state_key(const std::string& key
 
 // The name of a class without "zero::", since Python has some of them too: "Muon + AdamW".
 std::string plain_class_name(const std::string& optimizer);
-
-// The groups as JSON, a list of {"lr": 0.001, "betas": [0.9, 0.999], ..., "params": [names]}.
-std::string plain_groups_text(const Manifest& manifest);
 
 // The shape of Adafactor's row_var and col_var for a parameter of that shape; none for other state,
 // which has the parameter's own.
