@@ -4,9 +4,9 @@
 // What checkpoint_memory_test starts: checkpoint_memory_program <ranks> <inner> <folder>
 //
 // Ranks as processes, so that each has memory of its own. Fails where a save takes more than this
-// rank's shard and 64 MiB, or a load more than its state and 16 MiB (48 of a class of our own,
-// whose state is copied, with more or less of it in two places by the order of threads; all of it
-// twice would be 56): masters are read into the gradient shard.
+// rank's shard and 64 MiB, or a load more than its state and 16 MiB (44 of a class of our own,
+// whose state is copied): masters are read into the gradient shard. Loads of our own class differ:
+// in 150 of them 25 to 39 MiB beside the 30 of the state were seen, with one thread for OpenMP too.
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
@@ -55,7 +55,7 @@ int measure(const std::string& inner, const std::string& folder) {
   std::printf("%s, rank %d of %d: shard %.0f MiB; peak growth: save %.1f MiB, load %.1f MiB\n",
               inner.c_str(), group.rank(), group.world_size(), shard, save, load);
   // Of torch's classes nothing is copied for a save.
-  return save <= (own ? shard + 64 : 64) && load <= state + (own ? 48 : 16) ? 0 : 1;
+  return save <= (own ? shard + 64 : 64) && load <= state + (own ? 44 : 16) ? 0 : 1;
 }
 
 }  // namespace
