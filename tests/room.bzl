@@ -80,13 +80,18 @@ def room_test(
     cpu_tags = ["cpu:%d" % cpus] if cpus > 1 else []
     zero_cc_test(name = name, size = size, tags = tags + cpu_tags + (["asan"] if asan else []), **kwargs)
     if long:
-        zero_cc_test(
+        test_again(
             name = name[:-len("_test")] + "_long_test",
+            test = name,
             size = "enormous",
             env = long,
+            shard_count = kwargs.get("shard_count"),
             tags = cpu_tags + ["long", "manual"],
-            **kwargs
         )
+
+def test_again(name, test, **kwargs):
+    """The program of another test of this package, with another environment, size or tags."""
+    native.sh_test(name = name, srcs = [":" + test], **kwargs)
 
 def room_program(name, support = [], deps = [], **kwargs):
     """A program in <name>.cc that tests start."""

@@ -11,6 +11,8 @@ another. Each has the log and the final hash of the masters of one rank that run
     RESUMES=n    how many resumes; default 1
     SEED=n       of ranks, times and numbers of ranks; random by default, and printed
     LAST=time    seconds since 1970 after which no run begins
+
+Each shard of a test has its part of them.
 """
 
 import collections
@@ -36,8 +38,17 @@ KINDS = {
     "Muon in bfloat16 with moments in int8": ["--optimizer", "muon", "--dtype", "bfloat16", "--moments", "int8"],
 }
 STEPS, REPLACED_STEPS, RESUMED_STEPS = 90, 300, 30
-KILLS, RESUMES = int(os.environ.get("KILLS", 1)), int(os.environ.get("RESUMES", 1))
-SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(10**6)))
+SHARD, SHARDS = int(os.environ.get("TEST_SHARD_INDEX", 0)), int(os.environ.get("TEST_TOTAL_SHARDS", 1))
+
+
+def part(name):
+    """How many of all are those of this shard."""
+    whole = int(os.environ.get(name, 1))
+    return whole * (SHARD + 1) // SHARDS - whole * SHARD // SHARDS
+
+
+KILLS, RESUMES = part("KILLS"), part("RESUMES")
+SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(10**6))) + SHARD
 LAST = float(os.environ.get("LAST", "inf"))
 ENVIRONMENT = {**os.environ, "ZERO_TIMEOUT": "60s", "OMP_NUM_THREADS": "1"}
 
@@ -156,6 +167,8 @@ def resume(kind):
 
 
 def main():
+    if "TEST_SHARD_STATUS_FILE" in os.environ:
+        pathlib.Path(os.environ["TEST_SHARD_STATUS_FILE"]).touch()
     print(f"SEED={SEED}", flush=True)
     counts = collections.Counter()
     tries = 0
