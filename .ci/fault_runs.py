@@ -62,6 +62,7 @@ class Bazel:
 
     def __init__(self, tree, log):
         self.tree, self.log, self.events = tree, log, log.with_suffix(".events")
+        self.sources = {}  # of each test that tests_of() named: paths
 
     def call(self, *arguments, limit=None):
         """(exit status or None where the time ran out, standard output)"""
@@ -92,9 +93,13 @@ class Bazel:
                                 "except attr(tags, manual, //...)")
         if status != 0:
             raise SystemExit(f"{path}: no query of its tests; see {self.log}")
-        rules = xml.etree.ElementTree.fromstring(out).iter("rule")
-        return {rule.get("name"): SIZES[rule.find("string[@name='size']").get("value")]
-                for rule in rules}
+        sizes = {}
+        for rule in xml.etree.ElementTree.fromstring(out).iter("rule"):
+            sizes[rule.get("name")] = SIZES[rule.find("string[@name='size']").get("value")]
+            self.sources[rule.get("name")] = [
+                Path(label.get("value")[2:].replace(":", "/"))
+                for label in rule.iterfind("list[@name='srcs']/label")]
+        return sizes
 
     def build(self, packages):
         """Whether they build; the log names the lines that do not."""
@@ -131,10 +136,10 @@ class Bazel:
         return case.group(1) if case else (running[-1] + " ended" if running else "")
 
 
-def near_and_far(tests, path, state):
+def near_and_far(tests, path, state, sources):
     """The tests that found a fault of this file before, are named like it or speak of it, and the
     rest: {test: about how many seconds it takes} twice, first what found one, then those of the
-    file's room, among equals the fastest."""
+    file's room, among equals the fastest. `sources`: {test: its files}."""
     def words(name):
         return set(name.split("_")) - {"test", "zero", "optimizer"}
 
@@ -154,11 +159,11 @@ def near_and_far(tests, path, state):
 
     near, far = {}, {}
     for test in sorted(tests, key=rank):
-        source = ROOT / (test[2:].replace(":", "/") + ".cc")
-        text = source.read_text("utf-8") if source.exists() else ""
-        is_near = (test in killers or squeezed(Path(path).stem) in squeezed(text)
-                   or words(Path(path).stem) & words(source.stem)
-                   # Their labels are not files: one file, with each order of threads.
+        files = [file for file in sources[test] if file.suffix == ".cc" and (ROOT / file).exists()]
+        is_near = (test in killers
+                   or any(squeezed(Path(path).stem) in squeezed((ROOT / file).read_text("utf-8"))
+                          or words(Path(path).stem) & words(file.stem) for file in files)
+                   # No test speaks of one of the files with kernels.
                    or path.endswith((".cu", ".cuh")) and in_room(test))
         (near if is_near else far)[test] = seconds[test]
     return near, far
@@ -194,7 +199,7 @@ def judge(bazel, fault, tests, state):
     before = target.read_text("utf-8")  # perhaps with switches, all of them off
     target.write_text(fault.applied((ROOT / fault.path).read_text("utf-8")), "utf-8")
     try:
-        near, far = near_and_far(tests, fault.path, state)
+        near, far = near_and_far(tests, fault.path, state, bazel.sources)
         result = run_tests(bazel, fault, near | far, state)
     finally:
         target.write_text(before, "utf-8")
@@ -317,7 +322,8 @@ class Run:
             if is_over():
                 return
             begun = time.monotonic()
-            near, far = near_and_far(self.depending(fault), fault.path, self.state)
+            near, far = near_and_far(self.depending(fault), fault.path, self.state,
+                                     self.bazel.sources)
             result = self.judge_switched(number, fault, near, BATCH)
             if result["verdict"] == "survived" and far:
                 left.append((number, fault, near, far))
