@@ -7,7 +7,7 @@
 // An update takes kStateBlock elements at a time: it decodes their state into buffers that stay in
 // the L1 cache, runs a loop over them, and encodes the buffers.
 //
-// P and W are as in range_update.h. M and V are what stored moments m and v are read through:
+// P and W are as in range_masters.h. M and V are what stored moments m and v are read through:
 // CodeBlock or BFloat16Block. kRoot says that an array is of second moments, of which kInt8 stores
 // the roots.
 #pragma once
@@ -143,7 +143,7 @@ void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const N
     alignas(64) float roots[kStateBlock];
     for_each_state_block(
         s, begin, end, step, [&](int64_t i, int64_t count, const BlockNoise& noise) {
-#ifdef ZERO_CODED_ADAM_BLOCK
+#ifdef ZERO_EIGHTS
           if (int8 && count == kStateBlock && !c.amsgrad &&
               coded_adam_block(s, i, end, noise, c, gradient_coefficient, p + i,
                                working_at(working, i))) {

@@ -4,61 +4,19 @@
 // Private: the CPU loops of adam.h, sgd.h, lion.h and ema.h. Included once by
 // range_kernels_impl.h, for each instruction set.
 //
-// P is the type of masters: float, or int16_t for the lower halves of split_master.h, whose upper
-// halves are the working values. W is the type of working values, or NoWorking.
+// P and W are as in range_masters.h.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
-#include "kernels/cpu/range_conversions.h"
+#include "kernels/cpu/range_eights.h"
 #include "kernels/cpu/range_kernels.h"
+#include "kernels/cpu/range_masters.h"
 #include "kernels/cpu/range_types.h"
-#include "kernels/detail/split_master.h"
 #include "kernels/detail/update_rules.h"
 
 namespace zero::kernels {
 namespace {
-
-// Without a working parameter nothing is written beside the master.
-struct NoWorking {};
-
-template <class W>
-inline W* working_at(W* working, int64_t begin) {
-  return __is_same(W, NoWorking) ? nullptr : working + begin;
-}
-
-inline void store_one(float value, float& destination) { destination = value; }
-inline void store_one(float value, BFloat16& destination) {
-  destination = narrow_one_bfloat16(value);
-}
-inline void store_one(float value, Half& destination) { destination = narrow_one_half(value); }
-
-// Element i of a master: p[i], or where `p` has lower halves, the number that working[i] is the
-// upper half of.
-template <class W>
-inline float load_master(const float* p, const W*, int64_t i) {
-  return p[i];
-}
-inline float load_master(const int16_t* p, const BFloat16* working, int64_t i) {
-  return join_master(working[i].bits, p[i]);
-}
-
-// Writes it, and the working value.
-template <class W>
-inline void store_master(float value, float* p, W* working, int64_t i) {
-  p[i] = value;
-  if constexpr (!__is_same(W, NoWorking)) {
-    store_one(value, working[i]);
-  }
-}
-inline void store_master(float value, int16_t* p, BFloat16* working, int64_t i) {
-  uint16_t upper = 0;
-  int16_t lower = 0;
-  split_master(value, upper, lower);
-  p[i] = lower;
-  working[i].bits = upper;
-}
 
 // Calls f(p, working) with the pointers to the master and to the working values of a segment, in
 // their types; where nothing is written beside the master, `working` is a null NoWorking*.
@@ -73,13 +31,53 @@ inline void with_master(const Segment& s, ElementType working_type, const F& f) 
   }
 }
 
+#ifdef ZERO_EIGHTS
+// The first elements of adam_loop(), sixteen at a time; returns their number. The compiler takes
+// more instructions for the halves of masters than for the update.
+template <bool kAmsgrad, bool kDecoupled>
+inline int64_t adam_sixteens(const AdamCoefficients& c, float gradient_coefficient, int64_t numel,
+                             int16_t* __restrict p, float* __restrict m, float* __restrict v,
+                             float* __restrict max_v, const float* __restrict gradient,
+                             BFloat16* __restrict working) {
+  int64_t i = 0;
+  for (; i + 16 <= numel; i += 16) {
+    __m256 values[2];
+    for (int64_t k = 0; k < 2; ++k) {
+      const int64_t at = i + 8 * k;
+      __m256 p_i = load_eight(p + at, working + at);
+      __m256 m_i = _mm256_loadu_ps(m + at);
+      __m256 v_i = _mm256_loadu_ps(v + at);
+      adam_moments<kDecoupled>(c, _mm256_loadu_ps(gradient + at) * gradient_coefficient, p_i, m_i,
+                               v_i);
+      _mm256_storeu_ps(m + at, m_i);
+      _mm256_storeu_ps(v + at, v_i);
+      if constexpr (kAmsgrad) {
+        v_i = larger_moment(v_i, _mm256_loadu_ps(max_v + at));
+        _mm256_storeu_ps(max_v + at, v_i);
+      }
+      adam_parameter<kDecoupled>(c, m_i, _mm256_sqrt_ps(v_i), p_i);
+      values[k] = p_i;
+    }
+    store_sixteen(values[0], values[1], p + i, working + i);
+  }
+  return i;
+}
+#endif
+
 // The cast is made in the loop of the update, for fp16 too, where F16C cannot be
 // used then: a second loop over chunks, though in the cache, is 15 % slower.
 template <bool kAmsgrad, bool kDecoupled, class P, class W>
 void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t numel, P* __restrict p,
                float* __restrict m, float* __restrict v, float* __restrict max_v,
                const float* __restrict gradient, W* __restrict working) {
-  for (int64_t i = 0; i < numel; ++i) {
+  int64_t i = 0;
+#ifdef ZERO_EIGHTS
+  if constexpr (__is_same(P, int16_t)) {
+    i = adam_sixteens<kAmsgrad, kDecoupled>(c, gradient_coefficient, numel, p, m, v, max_v,
+                                            gradient, working);
+  }
+#endif
+  for (; i < numel; ++i) {
     // Copies, so that the compiler sees every store through its own __restrict pointer.
     float p_i = load_master(p, working, i);
     float m_i = m[i];

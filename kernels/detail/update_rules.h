@@ -84,10 +84,9 @@ ZERO_KERNELS_INLINE float square_root(float x) {
 }
 
 // The moments of the element whose parameter is `p`; `g` is the gradient times the clip
-// coefficient.
-template <bool kDecoupled>
-ZERO_KERNELS_INLINE void adam_moments(const AdamCoefficients& c, float g, float p, float& m,
-                                      float& v) {
+// coefficient. T is float here and below, or a vector of floats, one for each of several elements.
+template <bool kDecoupled, class T>
+ZERO_KERNELS_INLINE void adam_moments(const AdamCoefficients& c, T g, T p, T& m, T& v) {
   if (!kDecoupled && c.weight_decay != 0.0F) {
     g = g + c.weight_decay * p;
   }
@@ -96,15 +95,18 @@ ZERO_KERNELS_INLINE void adam_moments(const AdamCoefficients& c, float g, float 
 }
 
 // Written so that a NaN in v wins, as in torch::maximum.
-ZERO_KERNELS_INLINE float larger_moment(float v, float max_v) { return v <= max_v ? max_v : v; }
+template <class T>
+ZERO_KERNELS_INLINE T larger_moment(T v, T max_v) {
+  return v <= max_v ? max_v : v;
+}
 
 // The parameter, from its new first moment and the root of its new second one.
-template <bool kDecoupled>
-ZERO_KERNELS_INLINE void adam_parameter(const AdamCoefficients& c, float m, float root, float& p) {
+template <bool kDecoupled, class T>
+ZERO_KERNELS_INLINE void adam_parameter(const AdamCoefficients& c, T m, T root, T& p) {
   if constexpr (kDecoupled) {
     p = p * c.decay;
   }
-  const float denominator = root / c.sqrt_bias_correction2 + c.eps;
+  const T denominator = root / c.sqrt_bias_correction2 + c.eps;
   p = p + (c.negative_step_size * m) / denominator;
 }
 

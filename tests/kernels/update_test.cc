@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <limits>
 #include <string>
 #include <vector>
@@ -161,6 +162,23 @@ TYPED_TEST(Updates, ANonFiniteCountLeavesEveryBitAsItWas) {
         EXPECT_EQ(arrays.same_bytes(before), nonfinite != 0.0) << nonfinite;
       }
     }
+  }
+}
+
+// Rounded to bf16 as a number, it is a zero.
+TYPED_TEST(Updates, AMasterThatIsANanOfOnesMakesNoZeroOfAWorkingValue) {
+  using Rule = TypeParam;
+  for (const StateType type : kStateTypes) {
+    for_each_setting([&] {
+      for (int variant = 0; variant < Rule::kVariants; ++variant) {
+        Arrays arrays(type, 600, ScalarType::BFloat16, 0);
+        arrays.master.as<float>()[300] = std::bit_cast<float>(0x7fffffffU);
+        Rule::step(Rule::segment(arrays, variant), Rule::options(variant, 1), nullptr, nullptr,
+                   ScalarType::BFloat16, Stream{});
+        EXPECT_GT(arrays.working.as<uint16_t>()[300] & 0x7fff, 0x7f80) << "variant " << variant;
+        EXPECT_LT(arrays.working.as<uint16_t>()[100] & 0x7fff, 0x7f80) << "variant " << variant;
+      }
+    });
   }
 }
 
