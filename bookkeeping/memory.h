@@ -3,7 +3,7 @@
 //
 // Bytes one rank holds, by kind. The formulas are those of Rajbhandari et al.,
 // "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-// with padding counted and the gradient shard in fp32.
+// with padding counted, and gradient shards in the dtype that MemoryOptions names.
 #pragma once
 
 #include <cstdint>

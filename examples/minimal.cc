@@ -39,7 +39,7 @@ torch::nn::Sequential make_model() {
 }
 
 // The mean loss over piece `piece` of the `pieces` that step `step`'s batch is cut into;
-// they must be equally large: 48 sequences suit 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
+// they must be equally large: 48 examples suit 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
 at::Tensor loss(torch::nn::Sequential& model, int step, int64_t piece, int64_t pieces) {
   // Every rank draws the same batch and takes its part, with a generator of its own: the global
   // one, which dropout would use, must differ between ranks.

@@ -136,7 +136,7 @@ enum class GatherWire {
 
 // The options of a ZeroOptimizer; all ranks give the same.
 struct ZeroOptions {
-  // ---- Memory and speed: where numbers are kept and when they are sent, never their values ----
+  // ---- Memory and speed: values change by no more than rounding, and docs/bits.md says when ----
 
   // 1: every rank can hold the averaged gradients in full. 2: only its shard of them. Masters are
   // sharded in both.
