@@ -65,6 +65,9 @@ enum class RowTransport {
 // tensors are read or written; they are kept alive until then. The time limit
 // runs from the call of wait(), since a rank may start early and compute on; in
 // two levels the first has a limit of its own, from when its turn comes.
+// With a pairwise transport a rank passes on within wait() what broadcast(), and all_reduce_*() of
+// more than 8 ranks, send by way of it: so all ranks wait in one order, and one that computes
+// before it waits holds up others.
 // Dropping a Pending of several ranks without waiting leaves the peers' data on
 // the wire, so the communicator counts as failed from then on.
 class Pending {

@@ -161,10 +161,11 @@ class Group {
 
   // Collective. A new communicator under its own prefix of the store. Two calls never share a
   // connection, not even with the same `name`: those are numbered, so the first call of one rank
-  // meets the first call of another. Ranks that failed to make one, or made a call that another
-  // rank did not make, meet at their next calls. Throws CommunicationError within the timeout and a
-  // second when a rank does not arrive, ends or stops before it is connected, and says which one.
-  // After 10 s of waiting one line on stderr says for whom. The communicator calls itself
+  // meets the first call of another. While a thread makes one, a call of another thread with that
+  // name throws c10::Error. Ranks that failed to make one, or made a call that another rank did not
+  // make, meet at their next calls. Throws CommunicationError within the timeout and a second when
+  // a rank does not arrive, ends or stops before it is connected, and says which one. After 10 s of
+  // waiting one line on stderr says for whom. The communicator calls itself
   // "<group>/<name>" in errors. If the topology has two levels, the communicator works in two
   // levels and connects this rank with the others of its machine and with those that have its place
   // on other machines. It is flat, with a connection to every rank, with `two_level` false, which

@@ -6,8 +6,10 @@
 
 #include "zero/comm/row_communicator.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -151,6 +153,20 @@ TEST(CommunicatorTest, RowsAreSentWhereSharedMemoryIsUsedUpBefore) {
         expect_rows_arrive(*data);
       },
       on(Wire::kShared));
+}
+
+// As one GPU does over NCCL.
+TEST(CommunicatorTest, OneRankMayAskATransportThatHasEachCollective) {
+  Communicator alone(make_simulated_backend(0, 1), "alone", milliseconds(1000),
+                     RowTransport::kWhole);
+  const at::Tensor rows = at::arange(6, at::kDouble).view({1, 6});
+  const at::Tensor received = at::zeros_like(rows), values = rows[0].clone();
+  alone.exchange_rows(rows, received, "rows").wait();
+  alone.gather_rows(received, "rows").wait();
+  alone.all_reduce_sum(values, "values").wait();
+  alone.broadcast(values, 0, "values").wait();
+  EXPECT_TRUE(at::equal(values, rows[0]));
+  EXPECT_EQ(alone.traffic().small_bytes_sent, 0);
 }
 
 TEST(CommunicatorTest, OneRankNeedsNoBackend) {

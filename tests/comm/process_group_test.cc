@@ -436,6 +436,30 @@ std::vector<std::string> errors_of(
   return errors;
 }
 
+TEST(GroupTest, ASecondThreadThatConnectsACommunicatorOfTheSameNameIsRefusedAtOnce) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto make = [&](const Group& group) { group.make_communicator("data", Purpose::kData); };
+  const auto group_of = [&](int rank) {
+    return Group(store, rank, 2, "test", default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,
+                 std::chrono::seconds(20));
+  };
+  const Group group = group_of(0);
+  std::thread first([&] { make(group); });
+  while (store->getNumKeys() == 0) std::this_thread::yield();
+  expect_words(
+      error_of([&] { make(group); }),
+      {"communicator \"test/data\" (this is rank 0)", "expected one of this name at a time",
+       "construct optimizers, in one thread, in one order on all ranks"});
+  std::thread other([&] {
+    const Group second = group_of(1);
+    make(second);
+    make(second);
+  });
+  first.join();
+  make(group);  // as if nothing had happened
+  other.join();
+}
+
 TEST(GroupTest, OtherLevelsOnOneRankAreAnErrorOnAll) {
   const auto errors = errors_of(4, [](const auto& store, int rank) {
     return Group(store, rank, 4, "levels", default_backend_factory(at::kCPU, "127.0.0.1"), at::kCPU,

@@ -341,6 +341,40 @@ TEST(SharedRowsTest, AWaitThatIsAbortedBlamesNoRank) {
   EXPECT_EQ(text.find("sent nothing"), std::string::npos) << text;
 }
 
+// As the communicator does whose connection has ended in the middle of a message.
+TEST(SharedRowsTest, AbortOfOneWaitEndsItAlone) {
+  for (const bool in_place : {false, true}) {
+    std::vector<at::Tensor> blocks;
+    on_ranks(
+        2,
+        [&](const Rank& r) {
+          const at::Tensor row = at::zeros({kNumel}), done = at::zeros({1});
+          if (r.rank == 1) {
+            blocks = all_shared_memory();  // so that the row is received from the transport
+            const WorkPtr sent = r.send(row, 0, WithoutAbort::kNeverSent);
+            r.receive(done, 0, 8)->wait(kTimeout);
+            blocks.clear();
+            return;
+          }
+          const WorkPtr received =
+              in_place
+                  ? WorkPtr(r.shared()->receive_in_place(kNumel * 4, 1, WithoutAbort::kNeverSent))
+                  : r.receive(row, 1, WithoutAbort::kNeverSent);
+          std::thread other([&] {
+            std::this_thread::sleep_for(milliseconds(50));
+            received->abort();
+          });
+          const auto began = std::chrono::steady_clock::now();
+          EXPECT_NE(error_of([&] { received->wait(kTimeout); }), "");
+          EXPECT_LT(std::chrono::steady_clock::now() - began, kTimeout / 2);
+          other.join();
+          EXPECT_TRUE(r.send(done, 1, 8)->wait(kTimeout));
+        },
+        /*unwilling=*/-1,
+        [](const BackendPtr& under) { return c10::make_intrusive<WithoutAbort>(under); });
+  }
+}
+
 // First at the rank that aborts, and then at the other, while both are there.
 TEST(SharedRowsTest, AbortEndsTheWaitsOfBothSides) {
   for (const bool taken : {false, true}) {

@@ -318,7 +318,8 @@ void meet_newcomers(const std::vector<int>& newcomers, int rank, Meet meet) {
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, Purpose purpose,
                                                        bool two_level) const {
   const std::string full_name = c10::str(this->name(), "/", name);
-  state_->process.check(c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")"));
+  const std::string who = c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")");
+  state_->process.check(who);
   TORCH_CHECK(!joins() && (!state_->of_joining || world_size() == 1), "communicator \"", full_name,
               "\": expected a group of ranks that run, got that of process ", global_rank(),
               ", which joins the job; make the optimizer over the group of init_process_group(), "
@@ -330,6 +331,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
   }
   const std::string key = c10::str("communicator/", this->name(), "/", name);
   const std::shared_ptr<StoreNames> names = state_->names;
+  const auto only_use = names->only_use(key, who);
   const auto start = std::chrono::steady_clock::now();
   const int number =
       asking_as(c10::str("communicator \"", full_name, "\": rank ", rank(), " of ", world_size()),

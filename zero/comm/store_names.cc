@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/comm/store_names.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -27,6 +28,17 @@ int StoreNames::next_communicator(const BoundedStore& store, const std::string& 
   while (store.under(c10::str(name, "/", number + 1))->check({kLevels})) ++number;
   raise(name, number + 1);
   return number;
+}
+
+std::shared_ptr<const void> StoreNames::only_use(const std::string& name, const std::string& who) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::weak_ptr<const void>& use = only_uses_[name];
+  TORCH_CHECK(use.expired(), who,
+              ": expected one of this name at a time, got another thread that connects one; make "
+              "communicators, and construct optimizers, in one thread, in one order on all ranks");
+  const auto only = std::make_shared<const char>();
+  use = only;
+  return only;
 }
 
 std::shared_ptr<StoreNames> StoreNames::subgroup(const std::string& name) {

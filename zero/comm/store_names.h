@@ -32,6 +32,10 @@ class StoreNames {
   // The same for a communicator, which has `store` under "<name>/<number>". Where the others have
   // begun a later one, since a call of theirs failed that this rank did not make, it is theirs.
   int next_communicator(const BoundedStore& store, const std::string& name);
+  // Throws c10::Error, which begins with `who`, where what another call returned for `name` is
+  // still there: of two communicators at once, ranks could not tell which one meets which.
+  [[nodiscard]] std::shared_ptr<const void> only_use(const std::string& name,
+                                                     const std::string& who);
   // Returns the names of a subgroup.
   std::shared_ptr<StoreNames> subgroup(const std::string& name);
 
@@ -74,6 +78,7 @@ class StoreNames {
   };
   std::mutex mutex_;
   std::map<std::string, int> used_;
+  std::map<std::string, std::weak_ptr<const void>> only_uses_;
   std::map<std::string, std::shared_ptr<StoreNames>> subgroups_;
   std::vector<std::shared_ptr<StoreNames>> recoveries_;  // of the subgroups
   std::vector<KeysInUse> keys_;

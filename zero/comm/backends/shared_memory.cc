@@ -70,9 +70,22 @@ void warn_that_unmapped(const std::string& whose, int64_t bytes) {
                   "them take sockets, which is slower. Start fewer ranks on a machine");
 }
 
+// A signal ends the call without success: that of a profiler comes again and again, so that a call
+// for all bytes might never end.
+bool allocate_in(int descriptor, int mode, int64_t begin, int64_t bytes) {
+  constexpr int64_t kPiece = int64_t{64} << 20;
+  for (const int64_t end = begin + bytes; begin < end; begin += kPiece) {
+    const int64_t piece = std::min(kPiece, end - begin);
+    while (fallocate(descriptor, mode, begin, piece) != 0) {
+      if (errno != EINTR) return false;
+    }
+  }
+  return true;
+}
+
 // Gives the pages back, and makes them zeros. Sandboxed kernels refuse it.
 bool punch_hole(int descriptor, int64_t begin, int64_t bytes) {
-  return fallocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes) == 0;
+  return allocate_in(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, bytes);
 }
 
 }  // namespace
@@ -158,7 +171,7 @@ at::Tensor SharedMemory::allocate(int64_t bytes) {
 
 bool SharedMemory::back(int64_t begin, int64_t bytes) const {
   if (!overcommit_is_strict) return true;
-  return fallocate(static_cast<int>(address_.descriptor), FALLOC_FL_KEEP_SIZE, begin, bytes) == 0;
+  return allocate_in(static_cast<int>(address_.descriptor), FALLOC_FL_KEEP_SIZE, begin, bytes);
 }
 
 void SharedMemory::free(int64_t begin) {

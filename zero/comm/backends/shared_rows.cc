@@ -39,6 +39,11 @@ constexpr std::chrono::seconds kWakeUpSlack{1};  // A lost wake-up costs so much
 
 class RowBackend;
 
+milliseconds left_until(std::chrono::steady_clock::time_point deadline) {
+  const auto left = deadline - std::chrono::steady_clock::now();
+  return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
+}
+
 at::Tensor bytes_of(const at::Tensor& row) { return row.view({-1}).view(at::kByte); }
 
 // A row that the sender has announced to this rank, or will announce.
@@ -48,10 +53,17 @@ struct Expected {
   int tag = 0;
 };
 
-// A row to be copied here. The backend's mutex guards the last three.
+// The wait for a row that follows. The backend's mutex guards both.
+struct Following {
+  c10d::Work* work = nullptr;  // while it is waited for
+  bool aborted = false;
+};
+
+// A row to be copied here. The backend's mutex guards the last four.
 struct Arrival {
   Expected row;
   at::Tensor into;
+  Following following;
   bool taken = false;  // by the thread that copies it
   bool done = false;
   std::exception_ptr error;
@@ -62,6 +74,7 @@ class ArrivalWork : public c10d::Work {
   ArrivalWork(c10::intrusive_ptr<RowBackend> backend, std::shared_ptr<Arrival> arrival)
       : backend_(std::move(backend)), arrival_(std::move(arrival)) {}
   bool wait(milliseconds timeout) override;
+  void abort() override;
 
  private:
   const c10::intrusive_ptr<RowBackend> backend_;
@@ -73,6 +86,7 @@ class RowInPlace : public SharedMemoryBackend::Row {
   RowInPlace(c10::intrusive_ptr<RowBackend> backend, Expected row)
       : backend_(std::move(backend)), row_(row) {}
   bool wait(milliseconds timeout) override;
+  void abort() override;
   const void* address() const override { return address_; }
   void release() override;
 
@@ -80,6 +94,7 @@ class RowInPlace : public SharedMemoryBackend::Row {
   const c10::intrusive_ptr<RowBackend> backend_;
   const Expected row_;
   uint64_t number_ = 0;
+  Following following_;
   at::Tensor followed_;
   const void* address_ = nullptr;
 };
@@ -157,7 +172,9 @@ class RowBackend : public SharedMemoryBackend {
   // Returns the row's address once the sender has announced it: there, or in `followed`, made if
   // need be. Throws when it cannot come, or not in time.
   const void* find(const Expected& row, uint64_t& number, at::Tensor& followed,
-                   milliseconds timeout);
+                   Following& following, milliseconds timeout);
+  // Ends the wait of find() for a message; that for a notice ends by itself with the connection.
+  void abort(Following& following);
   SharedPeers& peers() { return *peers_; }
   // Returns when the row has been copied.
   bool finish(const std::shared_ptr<Arrival>& arrival, milliseconds timeout);
@@ -173,8 +190,9 @@ class RowBackend : public SharedMemoryBackend {
     const std::lock_guard<std::mutex> lock(peers_->calls());
     return under_->recv(one, from, tag);
   }
-  // Throws when the work fails, and when it does not come in time or before stop().
-  void await(const WorkPtr& work, milliseconds timeout);
+  // Throws when the work fails, and when it does not come in time or before stop() or abort().
+  void await(const WorkPtr& work, Following& following, milliseconds timeout);
+  static void end(c10d::Work& work) noexcept;
   void copy_arrivals();
   // Copies a row that this thread has taken.
   void copy(Arrival& arrival, milliseconds timeout);
@@ -224,12 +242,13 @@ WorkPtr RowBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
                                           std::move(arrival));
 }
 
-void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
-  // 1. Be seen by stop(), which aborts what is awaited.
+void RowBackend::await(const WorkPtr& work, Following& following, milliseconds timeout) {
+  // 1. Be seen by stop() and abort(), which abort what is awaited.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!peers_->is_stopped(), "aborted");
+    TORCH_CHECK(!peers_->is_stopped() && !following.aborted, "aborted");
     awaited_.push_back(work.get());
+    following.work = work.get();
   }
   // 2. Wait without the lock.
   std::exception_ptr error;
@@ -243,6 +262,7 @@ void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     awaited_.erase(std::find(awaited_.begin(), awaited_.end(), work.get()));
+    following.work = nullptr;
   }
   if (error) std::rethrow_exception(error);
   TORCH_CHECK(came, "aborted");
@@ -270,12 +290,13 @@ void RowBackend::await(const WorkPtr& work, milliseconds timeout) {
 // Who may be in steps 3 to 6: the thread that waits for the operation, or, for rows to be copied,
 // the copier if it was first. Arrival::taken says which of the two.
 const void* RowBackend::find(const Expected& row, uint64_t& number, at::Tensor& followed,
-                             milliseconds timeout) {
+                             Following& following, milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   const RowNotices::Row announced = peers_->await_row(row.from, row.tag, row.bytes, timeout);
   number = announced.number;
   if (announced.offset != kFollows) return peers_->at(row.from, announced);
   if (!followed.defined()) followed = at::empty({announced.bytes}, at::kByte);
-  await(receive_under(followed, row.from, row.tag), timeout);
+  await(receive_under(followed, row.from, row.tag), following, left_until(deadline));
   return followed.const_data_ptr();
 }
 
@@ -288,7 +309,7 @@ c10::intrusive_ptr<SharedMemoryBackend::Row> RowBackend::receive_in_place(int64_
 void RowBackend::copy(Arrival& arrival, milliseconds timeout) {
   at::Tensor followed = bytes_of(arrival.into);
   uint64_t number = 0;
-  const void* row = find(arrival.row, number, followed, timeout);
+  const void* row = find(arrival.row, number, followed, arrival.following, timeout);
   if (row != arrival.into.const_data_ptr()) {
     std::memcpy(arrival.into.mutable_data_ptr(), row, arrival.row.bytes);
   }
@@ -342,28 +363,41 @@ void RowBackend::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     peers_->stop();
-    for (c10d::Work* work : awaited_) {
-      try {
-        work->abort();
-      } catch (...) {  // Not every transport can. Then its own abort() ends the wait.
-      }
-    }
+    for (c10d::Work* work : awaited_) end(*work);
   }
   changed_.notify_all();
 }
 
+void RowBackend::end(c10d::Work& work) noexcept {
+  try {
+    work.abort();
+  } catch (...) {  // Not every transport can. Then its own abort() ends the wait.
+  }
+}
+
+void RowBackend::abort(Following& following) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  following.aborted = true;
+  if (following.work != nullptr) end(*following.work);
+}
+
 bool ArrivalWork::wait(milliseconds timeout) { return backend_->finish(arrival_, timeout); }
+
+void ArrivalWork::abort() { backend_->abort(arrival_->following); }
 
 void RowInPlace::release() { backend_->peers().take(row_.from, number_); }
 
 bool RowInPlace::wait(milliseconds timeout) {
-  address_ = backend_->find(row_, number_, followed_, timeout);
+  address_ = backend_->find(row_, number_, followed_, following_, timeout);
   return true;
 }
 
+void RowInPlace::abort() { backend_->abort(following_); }
+
 bool DepartureWork::wait(milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   if (follows_ && !follows_->wait(timeout)) return false;
-  backend_->peers().await_taken(to_, number_, timeout);
+  backend_->peers().await_taken(to_, number_, left_until(deadline));
   return true;
 }
 

@@ -111,7 +111,7 @@ class WholeExchange : public BackendExchange {
     start({values}, operation, [&] { return backend().allreduce(tensors, options); });
     const SentBytes one = sent_to_each(1);
     const int64_t bytes = all_reduce_bytes(values);
-    return {bytes, bytes * one.links / one.all};
+    return {bytes, one.all == 0 ? 0 : bytes * one.links / one.all};  // one rank sends nothing
   }
 
   SentBytes broadcast(const at::Tensor& tensor, int source, Operation& operation) override {
