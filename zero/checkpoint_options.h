@@ -113,7 +113,8 @@ class PendingCheckpoint {
  public:
   // Stops the thread, or leaves it behind when it stands still in a call of the disk. Without
   // finish() no checkpoint appears. As long as rank 0's object lives and was not finished (without
-  // a shared folder: that of any rank), no other save to the folder can begin.
+  // a shared folder: that of any rank), no other save to the folder can begin, but after recover(),
+  // with which the save is lost: finish() throws then.
   ~PendingCheckpoint();
   PendingCheckpoint(const PendingCheckpoint&) = delete;
   PendingCheckpoint& operator=(const PendingCheckpoint&) = delete;

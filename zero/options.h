@@ -254,7 +254,7 @@ struct ZeroOptions {
   // gradients under a loss scale that is constant or at its minimum; 0: never. Under a constant
   // scale the first skipped step warns. Where step() does not wait for the device (on a GPU, and
   // with static_graph), the error comes later: with a dynamic scale from the next backward(), with
-  // a constant one from a step() up to 32 steps later.
+  // a constant one from a step() up to 48 steps later.
   TORCH_ARG(int64_t, max_skipped_in_a_row) = 50;
 
   // Default: dynamic when a working parameter is fp16, else none (a constant 1); none with

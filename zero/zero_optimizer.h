@@ -184,7 +184,8 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // 0-dim fp64, equal on every rank. step() then multiplies gradients by
   // min(1, max_norm / (norm + 1e-6)). `norm_type` is any p > 0 or infinity; nullopt only measures.
   // A second call sees the clipped norm. Gradients put into an empty p.grad() by hand after it are
-  // clipped with the rest. A clip by a norm of NaN or infinity makes step() skip. Throws for
+  // clipped with the rest. A clip by a norm of NaN or infinity makes step() skip, unless
+  // skip_nonfinite(false). Throws for
   // max_norm or norm_type <= 0 or NaN, and for a max_norm where no rank has had a backward pass, or
   // gradients that were set by hand, since step().
   at::Tensor clip_grad_norm_(std::optional<double> max_norm, double norm_type = 2.0);
@@ -212,8 +213,9 @@ class ZeroOptimizer final : public torch::optim::Optimizer {
   // Blocks until the last step has updated the parameters of `module` and its children on this
   // rank. Does nothing without ZeroOptions::overlap_gather. Call it before a module computes, and
   // before you read or change its parameters, in any order, any number of times. Without this call,
-  // backward() throws for a graph that used old parameters, and the next collective call throws if
-  // parameters were loaded or edited. Not collective. Throws CommunicationError when communication
+  // backward() throws for a graph that used old parameters, if no other call has waited between, or
+  // if the graph has saved one; and the next collective call throws if parameters were loaded or
+  // edited. Not collective. Throws CommunicationError when communication
   // failed.
   void wait_for(const torch::nn::Module& module);
   // The same for one parameter.

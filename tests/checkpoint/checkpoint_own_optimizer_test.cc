@@ -149,7 +149,8 @@ enum class Habit {
   kNameOfAverage,
   kNameOfBuffer,
   kNameOfFrozen,
-  kComplex
+  kComplex,
+  kLazy
 };
 
 struct AwkwardState : torch::optim::OptimizerCloneableParamState<AwkwardState> {
@@ -167,9 +168,13 @@ struct AwkwardState : torch::optim::OptimizerCloneableParamState<AwkwardState> {
     if (habit == Habit::kNameOfAverage) archive.write("zero.ema", c10::IValue(sum));
     if (habit == Habit::kNameOfBuffer) archive.write("buffer", c10::IValue(sum));
     if (habit == Habit::kNameOfFrozen) archive.write("frozen", c10::IValue(sum));
+    if (habit == Habit::kLazy) archive.write("sum", c10::IValue(sum));
     if (habit == Habit::kComplex) archive.write("sum", c10::IValue(sum.to(at::kComplexFloat)));
   }
-  void serialize(torch::serialize::InputArchive&) override {}
+  void serialize(torch::serialize::InputArchive& archive) override {
+    c10::IValue value;
+    if (habit == Habit::kLazy && archive.try_read("sum", value)) sum = value.toTensor();
+  }
 };
 
 class Awkward : public torch::optim::Optimizer {
@@ -182,6 +187,7 @@ class Awkward : public torch::optim::Optimizer {
     at::NoGradGuard no_grad;
     for (at::Tensor& p : param_groups_[0].params()) {
       if (!p.grad().defined()) continue;
+      if (habit_ == Habit::kLazy && !p.grad().any().item<bool>()) continue;
       auto state = std::make_unique<AwkwardState>();
       state->habit = habit_;
       state->norm = p.grad().norm().item<double>();
@@ -270,6 +276,89 @@ TEST(OwnOptimizerTest, StateThatCannotBeCutIsRefusedOnAllRanks) {
     });
     const auto entries = std::distance(fs::directory_iterator(parent), fs::directory_iterator());
     EXPECT_EQ(entries, habit == Habit::kForgets ? 1 : 0);
+  }
+}
+
+// A parameter of eight elements for each of `ranks`, and one that is 0-dim.
+struct SmallModelImpl : torch::nn::Module {
+  explicit SmallModelImpl(int64_t ranks)
+      : rows(register_parameter("rows", at::ones({ranks, 8}))),
+        scale(register_parameter("scale", at::ones({}))) {}
+  at::Tensor rows, scale;
+};
+TORCH_MODULE(SmallModel);
+
+std::vector<at::Tensor> sums_of(const ZeroOptimizer& optimizer) {
+  std::vector<at::Tensor> sums;
+  for (const at::Tensor& p : optimizer.inner().param_groups()[0].params()) {
+    const auto found = optimizer.inner().state().find(p.unsafeGetTensorImpl());
+    if (found == optimizer.inner().state().end()) continue;
+    sums.push_back(static_cast<const AwkwardState&>(*found->second).sum);
+  }
+  return sums;
+}
+
+// Of a row whose gradient is zero an optimizer may keep nothing. A load could not tell where.
+TEST(OwnOptimizerTest, StateOfSomeElementsOnlyIsRefusedOnAllRanksUntilAllHaveIt) {
+  const std::string parent = fresh_folder("lazy");
+  const auto optimizer_of = [](SmallModel& model, const Group& group) {
+    return ZeroOptimizer(*model, std::make_unique<Awkward>(model->parameters(), Habit::kLazy),
+                         group, ZeroOptions().elementwise(true));
+  };
+  run_ranks(4, [&](const Group& group) {
+    SmallModel model(4);
+    ZeroOptimizer optimizer = optimizer_of(model, group);
+    optimizer.backward(model->rows[0].sum() * model->scale);
+    optimizer.step();
+    expect_words(error_of([&] { optimizer.save_checkpoint(parent + "/a"); }),
+                 {"parameter rows", "expected sum of all its ", "every element by itself"});
+    optimizer.backward(model->rows.sum() * model->scale);
+    optimizer.step();
+    optimizer.save_checkpoint(parent + "/a");
+  });
+  run_ranks(2, [&](const Group& group) {
+    SmallModel model(4);
+    ZeroOptimizer optimizer = optimizer_of(model, group);
+    optimizer.load_checkpoint(parent + "/a");
+    EXPECT_FALSE(sums_of(optimizer).empty());
+  });
+  const auto entries = std::distance(fs::directory_iterator(parent), fs::directory_iterator());
+  EXPECT_EQ(entries, 1);
+}
+
+TEST(OwnOptimizerTest, AParameterWithoutDimensionsGoesOnInAnyLayout) {
+  const auto layout_of = [](bool whole) {
+    return ZeroOptions().elementwise(true).layout(whole ? Layout::kWholeParameters
+                                                        : Layout::kContiguous);
+  };
+  for (const bool saved_whole : {false, true}) {
+    for (const bool loaded_whole : {false, true}) {
+      const std::string folder = fresh_folder("scalar") + "/a";
+      run_ranks(2, [&](const Group& group) {
+        const auto train = [&](bool whole, const std::function<void(ZeroOptimizer&)>& between) {
+          SmallModel model(1);
+          ZeroOptimizer optimizer(*model,
+                                  std::make_unique<OwnOptimizer>(
+                                      std::vector<torch::optim::OptimizerParamGroup>{
+                                          torch::optim::OptimizerParamGroup(model->parameters())},
+                                      OwnOptions(0.1)),
+                                  group, layout_of(whole));
+          const auto step = [&] {
+            optimizer.backward(model->rows.sum() * model->scale * model->scale);
+            optimizer.step();
+          };
+          step();
+          between(optimizer);
+          step();
+          return std::pair(model->rows.detach().clone(), model->scale.detach().clone());
+        };
+        const auto saved = train(saved_whole, [&](ZeroOptimizer& o) { o.save_checkpoint(folder); });
+        const auto loaded =
+            train(loaded_whole, [&](ZeroOptimizer& o) { o.load_checkpoint(folder); });
+        EXPECT_TRUE(at::equal(saved.first, loaded.first));
+        EXPECT_TRUE(at::equal(saved.second, loaded.second));
+      });
+    }
   }
 }
 

@@ -236,6 +236,18 @@ TEST(ManifestTest, ThatOfVersionOneHasTheSameContent) {
                {"the field \"tensors\" of a file, which every file since version 1 has"});
 }
 
+TEST(ManifestTest, TheWriterOfAFileIsTheNumberInItsName) {
+  const auto writer = [](const std::string& name) {
+    ManifestFile file;
+    file.name = name;
+    return writer_of(file);
+  };
+  EXPECT_EQ(writer("rank-00012.safetensors"), 12);
+  EXPECT_EQ(writer("frozen.safetensors"), 0);
+  EXPECT_EQ(writer("a"), 0);  // of another library, perhaps
+  EXPECT_EQ(writer("part7"), 7);
+}
+
 TEST(ManifestTest, AFieldThatIsMissingNamesItself) {
   const int count = for_each_field([](const Pointer& field) {
     const std::string text = text_of(without(fields_of(full_manifest()), field));

@@ -293,8 +293,15 @@ TEST(RecoverOptionsTest, AnAsynchronousSaveOfBeforeIsLost) {
     const auto pending = run.optimizer->save_checkpoint_async(folder);
     fail_a_connection(*run.optimizer, connected);
     run.optimizer->recover();
+    run.train(2, 3);
+    const auto again = run.optimizer->save_checkpoint_async(folder);
     expect_words(error_of([&] { pending->finish(); }),
                  {"save_checkpoint_async(", "recover() or a change of parameters", "save again"});
+    again->finish();
+    const Snapshot saved = run.snapshot();
+    CheckpointRun other(training, group, 5);
+    other.optimizer->load_checkpoint(folder);
+    EXPECT_EQ(differing(saved, other.snapshot()), 0);
   });
 }
 

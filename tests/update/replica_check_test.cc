@@ -69,6 +69,20 @@ TEST(ReplicaCheckTest, EqualRanksPassWithOneMessage) {
   }
 }
 
+TEST(ReplicaCheckTest, ValuesCountAndNotHowTheyLieInMemory) {
+  for (const bool same : {true, false}) {
+    on_ranks(2, [&](Rank& r) {
+      at::Tensor& value = r.flat.model.values[0];
+      const at::Tensor columns = value.detach().t().contiguous().t();
+      if (r.rank == 1) {
+        value.set_data(same ? columns : value.detach()[0][0].expand(value.sizes()));
+      }
+      const std::string text = r.check();
+      EXPECT_EQ(text.empty(), same) << text;
+    });
+  }
+}
+
 TEST(ReplicaCheckTest, AFlippedBitIsFoundOnEveryRankByParameterAndRank) {
   for (const int world_size : {2, 3, 4}) {
     for (int culprit = 0; culprit < world_size; ++culprit) {

@@ -73,6 +73,8 @@ class CheckpointWriter {
   // Rank 0's `manifest` counts; its id and files are filled in here. Where a checkpoint is
   // replaced, `remove` runs the removal.
   void finish(Manifest manifest, const RunTask& remove = run_now);
+  // In place of finish(), also while a thread writes files: another save to the folder may begin.
+  void abandon() { directory_.reset(); }
 
  private:
   // Makes the hidden folder with a sighting in it, unless another rank does.

@@ -19,8 +19,8 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
@@ -81,12 +81,14 @@ bool is_number(const c10::IValue& value) {
   return value.isInt() || value.isDouble() || value.isBool();
 }
 
-// `optimizer` with one scratch parameter and nothing else, until the end.
+// `optimizer` with one scratch parameter and nothing else, until the end. It has a dimension, so
+// that a tensor of its one element is not 0-dim as one of the whole parameter.
 class Probe {
  public:
   Probe(torch::optim::Optimizer& optimizer, int64_t group, const at::Tensor& like)
       : optimizer_(optimizer),
-        scratch_(at::zeros(std::vector<int64_t>(like.dim(), 1), like.options())) {
+        scratch_(
+            at::zeros(std::vector<int64_t>(std::max<int64_t>(like.dim(), 1), 1), like.options())) {
     std::swap(states_, optimizer_.state());
     for (auto& g : optimizer_.param_groups()) parameters_.push_back(std::exchange(g.params(), {}));
     optimizer_.param_groups()[group].params().push_back(scratch_);
@@ -102,7 +104,8 @@ class Probe {
 
   // None if the class makes none.
   std::unique_ptr<torch::optim::OptimizerParamState> new_state() {
-    scratch_.mutable_grad() = at::zeros_like(scratch_);
+    // Not zeros, for which some classes make none.
+    scratch_.mutable_grad() = at::ones_like(scratch_);
     optimizer_.step();
     return std::move(optimizer_.state()[scratch_.unsafeGetTensorImpl()]);
   }
@@ -121,8 +124,14 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
 }
 
-std::map<std::string, at::Tensor> by_kind(const InnerState& state) {
-  std::map<std::string, at::Tensor> result(state.tensors.begin(), state.tensors.end());
+// By kind, and where `parameter` has one element, of which that is a tensor or a scalar by its
+// shape, by name.
+std::map<std::string, at::Tensor> by_kind(const InnerState& state, const at::Tensor& parameter) {
+  const bool one = parameter.numel() == 1;
+  std::map<std::string, at::Tensor> result;
+  for (const auto& [name, tensor] : state.tensors) {
+    result[one ? kScalar + name : name] = one ? tensor.reshape({1}) : tensor;
+  }
   result.insert(state.values.begin(), state.values.end());
   return result;
 }
@@ -231,13 +240,16 @@ std::unique_ptr<torch::optim::OptimizerParamState> SerializedAdapter::make_state
     // Some classes count on the host, others on the device.
     const auto found = present.find(key);
     const bool known = found != present.end() && found->second.isTensor();
-    values[key] = tensor.reshape({}).to(known ? found->second.toTensor().device() : at::kCPU);
+    // Of a 0-dim parameter that a rank held whole, the only element was stored as a scalar, too.
+    const bool element = known && parameter.numel() == 1 && found->second.toTensor().dim() > 0;
+    values[key] = tensor.reshape(element ? parameter.sizes() : at::IntArrayRef())
+                      .to(known ? found->second.toTensor().device() : at::kCPU);
   }
   read_values(*state, values);
-  const auto wanted = by_kind(content);
+  const auto wanted = by_kind(content, parameter);
   std::map<std::string, at::Tensor> made;
   try {
-    made = by_kind(read_state(optimizer, *state, parameter));
+    made = by_kind(read_state(optimizer, *state, parameter), parameter);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "state of ", name,
                 ": expected serialize() to read what it wrote, got: ", error_text(error));

@@ -68,6 +68,8 @@ class Checkpoints {
                   const ParamGroups& groups);
   // Makes the files of an asynchronous save in memory. Of the shard some is still to be copied.
   void copy_to_memory(FileToSave shard, std::vector<FileToSave> whole, Save& save);
+  // Ends the saves that recover() has left without their engine.
+  void abandon_lost_saves();
   // The save has ended on all ranks.
   void end_save(const CheckpointWriter& writer);
 
@@ -78,9 +80,13 @@ class Checkpoints {
   RunIdentity run_;
   WrittenOnce frozen_;
   KeptMemory memory_;  // of the copies of asynchronous saves
-  // The engines of asynchronous saves, by folder: there as long as a save can be ended.
-  std::map<std::string, std::weak_ptr<const std::weak_ptr<Engine>>> pending_;
-  SerialThread removals_;  // of the checkpoints that asynchronous saves replaced
+  // An asynchronous save as long as its PendingCheckpoint is there, and the engine that can end it.
+  struct Pending {
+    std::weak_ptr<const std::weak_ptr<Engine>> engine;
+    std::weak_ptr<CheckpointWriter> writer;
+  };
+  std::map<std::string, Pending> pending_;  // by folder
+  SerialThread removals_;                   // of the checkpoints that asynchronous saves replaced
 };
 
 // Collective. Sets the state of an unsharded torch optimizer over the same parameters, from memory

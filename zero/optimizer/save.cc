@@ -111,6 +111,7 @@ Checkpoints::Save Checkpoints::begin_save(const std::string& folder, const SaveO
                                                  save.shared_folder()),
               make_manifest(engine, groups, mesh.get())};
   result.manifest.metadata = save.metadata();
+  abandon_lost_saves();
   result.writer->begin();
   if (engine.comms->rank() == 0) {
     result.manifest.run = run_.id();
@@ -196,8 +197,8 @@ std::unique_ptr<PendingCheckpoint> Checkpoints::save_async(const std::string& fo
   parts.limit = engine_->group().timeout();
   auto pending = parts.start();
   if (save.copies) engine_->readers.add(save.copies);
-  std::erase_if(pending_, [](const auto& other) { return other.second.expired(); });
-  pending_[save.writer->folder()] = engine;
+  std::erase_if(pending_, [](const auto& other) { return other.second.engine.expired(); });
+  pending_[save.writer->folder()] = {engine, save.writer};
   return pending;
 }
 
@@ -208,9 +209,17 @@ void Checkpoints::remove_beside_training(std::function<void()> remove) {
   });
 }
 
+void Checkpoints::abandon_lost_saves() {
+  for (const auto& [folder, pending] : pending_) {
+    const auto of = pending.engine.lock();
+    const auto writer = pending.writer.lock();
+    if (of && of->expired() && writer) writer->abandon();
+  }
+}
+
 void Checkpoints::check_none_pending() const {
   for (const auto& [folder, pending] : pending_) {
-    const auto of = pending.lock();
+    const auto of = pending.engine.lock();
     TORCH_CHECK(!of || of->expired(),
                 "expected no save under way, got that of save_checkpoint_async(", folder,
                 "); call finish() of its PendingCheckpoint first, or destroy that");

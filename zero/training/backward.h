@@ -119,7 +119,7 @@ class BackwardPasses {
   // The same, unless they are already, for a `pass` that ended with `error`.
   void break_by(const std::string& pass, const std::string& error);
   // Throws c10::Error for a gradient of a graph that was made of values which a step with
-  // overlap_gather was still replacing. Torch's own check sees those alone that the graph saved.
+  // overlap_gather is still replacing. Torch's own check sees those alone that the graph saved.
   void check_waited_for(int64_t parameter) const;
   // Throws misuse for arguments of run() that no pass can begin with.
   void check_outputs(const std::vector<at::Tensor>& outputs,

@@ -3,6 +3,7 @@
 #include "zero/update/replica_check.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
 #define XXH_INLINE_ALL
@@ -17,10 +18,17 @@
 namespace zero {
 namespace {
 
+// The values in the memory order that they have on every rank. set_data() may have given another
+// one.
+at::Tensor in_order(const Parameter& parameter) {
+  const at::Tensor tensor = parameter.tensor.detach();
+  if (is_in_order(parameter)) return tensor;
+  return at::empty_strided(tensor.sizes(), parameter.strides, tensor.options()).copy_(tensor);
+}
+
 // 62 bits, so that the value and its negative are both int64.
-int64_t hash_of(const at::Tensor& tensor) {
-  const at::Tensor host = tensor.detach().cpu();
-  // Dense memory: the storage order is the same on every rank.
+int64_t hash_of(const Parameter& parameter) {
+  const at::Tensor host = in_order(parameter).cpu();
   return static_cast<int64_t>(XXH3_64bits(host.const_data_ptr(), host.nbytes()) >> 2);
 }
 
@@ -28,12 +36,10 @@ int64_t hash_of(const at::Tensor& tensor) {
 bool masters_agree(const ParameterTable& table, const ShardOptimizer& shards,
                    const SegmentTensors& s) {
   if (shards.masters().is_split(s.segment.bucket)) return true;  // its working values are halves
-  const at::Tensor& tensor = table.parameters()[s.segment.parameter].tensor;
+  const at::Tensor tensor = in_order(table.parameters()[s.segment.parameter]);
   // Only the segment: a parameter may have many.
   const at::Tensor working =
-      tensor.detach()
-          .as_strided({s.segment.numel}, {1}, tensor.storage_offset() + s.segment.begin)
-          .cpu();
+      tensor.as_strided({s.segment.numel}, {1}, tensor.storage_offset() + s.segment.begin).cpu();
   const at::Tensor master = s.master.cpu();
   at::Tensor rounded = at::empty({s.segment.numel}, working.options());
   kernels::cast_copy(master.const_data_ptr(), at::kFloat, rounded.mutable_data_ptr(),
@@ -60,7 +66,7 @@ void check_working_parameters(const ParameterTable& table, const ShardOptimizer&
   auto* words = message.mutable_data_ptr<int64_t>();
   std::vector<int64_t> hashes(count);
   for (int64_t p = 0; p < count; ++p) {
-    hashes[p] = includes(p) ? hash_of(table.parameters()[p].tensor) : 0;
+    hashes[p] = includes(p) ? hash_of(table.parameters()[p]) : 0;
     words[3 * p] = hashes[p];
     words[3 * p + 1] = -hashes[p];
     words[3 * p + 2] = 0;

@@ -72,8 +72,8 @@ TensorPart part_of(const ManifestParameter& parameter) {
 }
 
 int64_t writer_of(const ManifestFile& file) {
-  const size_t end = file.name.rfind('.');
-  size_t begin = end == std::string::npos ? 0 : end;
+  const size_t end = std::min(file.name.rfind('.'), file.name.size());
+  size_t begin = end;
   while (begin > 0 && std::isdigit(static_cast<unsigned char>(file.name[begin - 1]))) --begin;
   int64_t rank = 0;
   for (size_t i = begin; i < end && i < begin + 9; ++i) rank = rank * 10 + (file.name[i] - '0');
@@ -105,6 +105,29 @@ namespace {
 
 // The numbers of entries in a list, by their name and kinds, which have no NUL.
 using EntryNumbers = std::unordered_map<std::string, size_t>;
+
+// A load wants for each element of a parameter what any of them has.
+void check_pieces(const std::vector<ManifestTensors>& tensors) {
+  std::unordered_map<std::string, std::map<std::string, int64_t>> elements;  // by owner and kind
+  for (const ManifestTensors& entry : tensors) {
+    std::map<std::string, int64_t>& of = elements[entry.owner];
+    for (const std::string& kind : entry.kinds) {
+      if (is_value(kind) || is_uncut(kind)) continue;
+      for (const ManifestPiece& piece : entry.pieces) of[kind] += piece.numel;
+    }
+  }
+  for (const auto& [owner, kinds] : elements) {
+    const auto master = kinds.find("master");
+    if (master == kinds.end()) continue;
+    for (const auto& [kind, numel] : kinds) {
+      TORCH_CHECK(numel == master->second, "parameter ", owner, ": expected ", kind, " of all its ",
+                  master->second, " elements, got it of ", numel,
+                  "; an optimizer that makes state where a gradient is not zero does not treat "
+                  "every element by itself: let its step() make it for each parameter that has a "
+                  "gradient");
+    }
+  }
+}
 
 // Adds the pieces of `entry`, which are in `file`, to what has its name and its kinds.
 void add_entry(const ManifestTensors& entry, int64_t file, EntryNumbers& numbers,
@@ -159,6 +182,7 @@ void add_files(const std::vector<FileContent>& files, Manifest& manifest) {
                   "does not treat every element by itself");
     }
   }
+  check_pieces(manifest.tensors);
 }
 
 Manifest read_manifest(const std::string& folder) {
