@@ -236,6 +236,24 @@ TEST(ManifestTest, ThatOfVersionOneHasTheSameContent) {
                {"the field \"tensors\" of a file, which every file since version 1 has"});
 }
 
+// manifest_text() refuses them too, so they are put into its text.
+TEST(ManifestTest, PiecesThatNoWriterMakesAreRefusedByTheReader) {
+  Manifest m = full_manifest();
+  m.tensors.push_back({"f", {"frozen"}, {{0, 0, 2}}});
+  const auto error = [&](size_t entry, const std::vector<int64_t>& pieces) {
+    ordered_json root = fields_of(m);
+    root.at("tensors").at(entry).at("pieces") = pieces;
+    return error_of([&] { parse_manifest(text_of(root), "m"); });
+  };
+  EXPECT_EQ(error(0, {0, 3, 4}), "");
+  EXPECT_EQ(error(1, {0, 0, 2}), "");
+  expect_words(error(0, {1, 3, 4}), {"p", "file 1"});
+  expect_words(error(0, {0, -1, 4}), {"pieces", "whole number from 0"});
+  for (const auto& pieces : std::vector<std::vector<int64_t>>{{0, 0, 1}, {0, 1, 2}, {}}) {
+    expect_words(error(1, pieces), {"expected one piece of all its elements"});
+  }
+}
+
 TEST(ManifestTest, TheWriterOfAFileIsTheNumberInItsName) {
   const auto writer = [](const std::string& name) {
     ManifestFile file;

@@ -76,6 +76,9 @@ TEST(SafetensorsTest, RefusesHostileHeaders) {
   for (const auto& [what, by] : changes) {
     EXPECT_FALSE(refusal(replaced(kValid, what, by)).empty()) << what << " -> " << by.substr(0, 60);
   }
+  // Of a tensor without elements, whose bytes are none in any case.
+  expect_words(refusal(replaced(kValid, "[0,3]", "[9223372036854775807,9223372036854775807,0]")),
+               {"fit 63 bits"});
   for (const std::string& text : {std::string(), std::string("7"), std::string("[]"),
                                   std::string("{"), std::string("\0{}", 3)}) {
     EXPECT_FALSE(refusal(text).empty()) << text;

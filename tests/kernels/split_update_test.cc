@@ -100,25 +100,29 @@ TYPED_TEST(SplitUpdate, HasTheBitsOfFp32Masters) {
 // All alignments of arrays whose elements have 2 and 4 bytes, against each other.
 TYPED_TEST(SplitUpdate, SegmentsOfAllKindsAndAlignmentsInOneCall) {
   using Rule = TypeParam;
-  std::vector<Arrays> split, plain;
-  std::vector<decltype(Rule::segment(split[0], 0))> segments;
+  std::vector<Arrays> start;
   for (int64_t i = 0; i < 60; ++i) {
-    split.push_back(split_arrays(kStateTypes[i % 3], i == 4 ? 40000 : i * 37 % 700, i % 8));
+    start.push_back(split_arrays(kStateTypes[i % 3], i == 4 ? 40000 : i * 37 % 700, i % 8));
   }
-  plain = split;
-  for (size_t i = 0; i < split.size(); ++i) {
-    segments.push_back(i % 4 == 1 ? plain_segment<Rule>(split[i], 0) : Rule::segment(split[i], 0));
-    update<Rule>(plain_segment<Rule>(plain[i], 0), 0, 5);
-  }
-  update<Rule>(segments, 0, 5);
-  for (size_t i = 0; i < split.size(); ++i) {
-    EXPECT_TRUE(split[i].same_others(plain[i])) << "segment " << i;
-    if (i % 4 == 1) {
-      EXPECT_TRUE(split[i].same_bytes(plain[i])) << "segment " << i;
-    } else {
-      EXPECT_TRUE(has_master_of(split[i], plain[i])) << "segment " << i;
+  std::vector<Arrays> plain = start;
+  for (Arrays& arrays : plain) update<Rule>(plain_segment<Rule>(arrays, 0), 0, 5);
+  for_each_setting([&] {
+    std::vector<Arrays> split = start;
+    std::vector<decltype(Rule::segment(split[0], 0))> segments;
+    for (size_t i = 0; i < split.size(); ++i) {
+      segments.push_back(i % 4 == 1 ? plain_segment<Rule>(split[i], 0)
+                                    : Rule::segment(split[i], 0));
     }
-  }
+    update<Rule>(segments, 0, 5);
+    for (size_t i = 0; i < split.size(); ++i) {
+      EXPECT_TRUE(split[i].same_others(plain[i])) << "segment " << i;
+      if (i % 4 == 1) {
+        EXPECT_TRUE(split[i].same_bytes(plain[i])) << "segment " << i;
+      } else {
+        EXPECT_TRUE(has_master_of(split[i], plain[i])) << "segment " << i;
+      }
+    }
+  });
 }
 
 TYPED_TEST(SplitUpdate, MastersThatAreNotFiniteStaySo) {
@@ -153,7 +157,9 @@ TYPED_TEST(SplitUpdate, AGradientThatIsANanOfOnesMakesNoZeroOfAWorkingValue) {
     for (const uint32_t bits : {0x7fffffffU, 0xffffffffU}) {
       for (int variant = 0; variant < Rule::kVariants; ++variant) {
         Arrays plain = split_arrays(type, 600, 0);
-        plain.gradient.as<float>()[300] = std::bit_cast<float>(bits);
+        // In each half of sixteen elements.
+        for (const int64_t at : {292, 316})
+          plain.gradient.as<float>()[at] = std::bit_cast<float>(bits);
         const Arrays start = plain;
         update<Rule>(plain_segment<Rule>(plain, variant), variant, 0);
         for_each_setting([&] {

@@ -78,27 +78,46 @@ TYPED_TEST(Updates, SegmentsOfSeveralTypesAndParameters) {
     expected.back().element = i % 5 * 256;
     expected.back().step = i + 1;
   }
-  std::vector<Arrays> got = expected;
-  std::vector<decltype(Rule::segment(got[0], 0))> segments;
-  for (size_t i = 0; i < got.size(); ++i) {
-    const auto segment_of = [&](Arrays& arrays) {
-      auto segment = Rule::segment(arrays, 0);
-      if (i % 4 == 1) segment.working = segment.master;
-      if (i % 4 == 2) segment.working = nullptr;
-      if constexpr (requires { segment.device_step; }) {
-        if (i % 5 == 0) segment.device_step = &device_step;
-      }
-      return segment;
-    };
-    segments.push_back(segment_of(got[i]));
-    Rule::expect(segment_of(expected[i]), Rule::options(0, 5), nullptr, ScalarType::BFloat16);
+  const std::vector<Arrays> start = expected;
+  const auto segment_of = [&](Arrays& arrays, size_t i) {
+    auto segment = Rule::segment(arrays, 0);
+    if (i % 4 == 1) segment.working = segment.master;
+    if (i % 4 == 2) segment.working = nullptr;
+    if constexpr (requires { segment.device_step; }) {
+      if (i % 5 == 0) segment.device_step = &device_step;
+    }
+    return segment;
+  };
+  for (size_t i = 0; i < start.size(); ++i) {
+    Rule::expect(segment_of(expected[i], i), Rule::options(0, 5), nullptr, ScalarType::BFloat16);
   }
   auto options = Rule::options(0, 17);  // not looked at
   const double step = 5.0;
   options.device_noise_step = &step;
-  Rule::step(segments, options, nullptr, nullptr, ScalarType::BFloat16, Stream{});
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_TRUE(got[i].same_bytes(expected[i])) << "segment " << i;
+  for_each_setting([&] {
+    std::vector<Arrays> got = start;
+    std::vector<decltype(Rule::segment(got[0], 0))> segments;
+    for (size_t i = 0; i < got.size(); ++i) segments.push_back(segment_of(got[i], i));
+    Rule::step(segments, options, nullptr, nullptr, ScalarType::BFloat16, Stream{});
+    for (size_t i = 0; i < got.size(); ++i) {
+      EXPECT_TRUE(got[i].same_bytes(expected[i])) << "segment " << i;
+    }
+  });
+}
+
+TYPED_TEST(Updates, GradientsWhoseSecondMomentsOverflow) {
+  using Rule = TypeParam;
+  for (const StateType type : kStored) {
+    Arrays start(type, 1000, ScalarType::BFloat16, 0);
+    start.gradient.template as<float>()[300] = 1e25F;
+    Arrays expected = start;
+    Rule::expect(Rule::segment(expected, 0), Rule::options(0, 1), nullptr, ScalarType::BFloat16);
+    for_each_setting([&] {
+      Arrays got = start;
+      Rule::step(Rule::segment(got, 0), Rule::options(0, 1), nullptr, nullptr, ScalarType::BFloat16,
+                 Stream{});
+      EXPECT_TRUE(got.same_bytes(expected)) << "type " << static_cast<int>(type);
+    });
   }
 }
 
@@ -107,7 +126,7 @@ TYPED_TEST(Updates, CutsAtBlocksChangeNoBit) {
   using Rule = TypeParam;
   constexpr int64_t kNumel = 4096;
   const int64_t cuts[] = {0, 256, 1792, kNumel};
-  for (const StateType type : kStored) {
+  const auto cut = [&](StateType type) {
     Arrays whole(type, kNumel, ScalarType::Half, 0);
     std::vector<Arrays> pieces;
     std::vector<decltype(Rule::segment(whole, 0))> segments;
@@ -146,7 +165,8 @@ TYPED_TEST(Updates, CutsAtBlocksChangeNoBit) {
             << "piece " << k << ", root " << root;
       }
     }
-  }
+  };
+  for (const StateType type : kStored) for_each_setting([&] { cut(type); });
 }
 
 TYPED_TEST(Updates, ANonFiniteCountLeavesEveryBitAsItWas) {
@@ -171,12 +191,14 @@ TYPED_TEST(Updates, AMasterThatIsANanOfOnesMakesNoZeroOfAWorkingValue) {
   for (const StateType type : kStateTypes) {
     for_each_setting([&] {
       for (int variant = 0; variant < Rule::kVariants; ++variant) {
-        Arrays arrays(type, 600, ScalarType::BFloat16, 0);
-        arrays.master.as<float>()[300] = std::bit_cast<float>(0x7fffffffU);
-        Rule::step(Rule::segment(arrays, variant), Rule::options(variant, 1), nullptr, nullptr,
-                   ScalarType::BFloat16, Stream{});
-        EXPECT_GT(arrays.working.as<uint16_t>()[300] & 0x7fff, 0x7f80) << "variant " << variant;
-        EXPECT_LT(arrays.working.as<uint16_t>()[100] & 0x7fff, 0x7f80) << "variant " << variant;
+        for (const int64_t at : {292, 300}) {  // in each half of sixteen elements
+          Arrays arrays(type, 600, ScalarType::BFloat16, 0);
+          arrays.master.as<float>()[at] = std::bit_cast<float>(0x7fffffffU);
+          Rule::step(Rule::segment(arrays, variant), Rule::options(variant, 1), nullptr, nullptr,
+                     ScalarType::BFloat16, Stream{});
+          EXPECT_GT(arrays.working.as<uint16_t>()[at] & 0x7fff, 0x7f80) << "variant " << variant;
+          EXPECT_LT(arrays.working.as<uint16_t>()[100] & 0x7fff, 0x7f80) << "variant " << variant;
+        }
       }
     });
   }
@@ -184,15 +206,18 @@ TYPED_TEST(Updates, AMasterThatIsANanOfOnesMakesNoZeroOfAWorkingValue) {
 
 TYPED_TEST(Updates, RefusesElementsAtWhichNoBlockBegins) {
   using Rule = TypeParam;
+  for (const StateType type : kStored) {
+    Arrays arrays(type, 1000, ScalarType::Float, 0);
+    auto segment = Rule::segment(arrays, 0);
+    for (const int64_t element : {1, 255, -256, 257}) {
+      segment.element = element;
+      EXPECT_THROW(
+          Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float, Stream{}),
+          c10::Error);
+    }
+  }
   Arrays arrays(StateType::kInt8, 1000, ScalarType::Float, 0);
   auto segment = Rule::segment(arrays, 0);
-  for (const int64_t element : {1, 255, -256, 257}) {
-    segment.element = element;
-    EXPECT_THROW(
-        Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float, Stream{}),
-        c10::Error);
-  }
-  segment.element = 0;
   segment.state_type = static_cast<StateType>(7);
   EXPECT_THROW(
       Rule::step(segment, Rule::options(0, 1), nullptr, nullptr, ScalarType::Float, Stream{}),

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdio>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -25,6 +26,7 @@
 #include "tests/support/training.h"
 #include "zero/lamb.h"
 #include "zero/mesh.h"
+#include "zero/skip_rule.h"
 #include "zero/zero_optimizer.h"
 
 namespace zero {
@@ -506,6 +508,45 @@ TEST(HybridOptimizerTest, OneBadRankMakesTheWholeMeshSkip) {
   for (const JobShape& t : topologies()) {
     expect_all_skip(t, at::kHalf, 1e9, 0);
     expect_all_skip(t, at::kFloat, std::nan(""), t.ranks() - 1);
+  }
+}
+
+// Says yes to the second norm, where it is told to.
+class OneYes final : public SkipRule {
+ public:
+  explicit OneYes(bool yes) : yes_(yes) {}
+  at::Tensor leaves_out(const at::Tensor&) override {
+    return at::full({}, yes_ && ++calls_ == 2, at::kBool);
+  }
+  std::string state() const override { return {}; }
+  void set_state(const std::string&) override {}
+
+ private:
+  const bool yes_;
+  int calls_ = 0;
+};
+
+TEST(HybridOptimizerTest, ARuleOfOneRankMakesTheWholeMeshLeaveOutTheStep) {
+  for (const JobShape& t : topologies()) {
+    run_ranks(t.ranks(), [&](const Group& world) {
+      const Mesh mesh(world, t.dimensions);
+      Local local(t, mesh, at::kFloat);
+      const bool says = world.rank() == t.ranks() - 1;
+      ZeroOptimizer optimizer = make_placed(t, mesh, local, /*adam=*/true,
+                                            ZeroOptions().skip_if(std::make_shared<OneYes>(says)));
+      for (int step = 0; step < 3; ++step) {
+        std::vector<at::Tensor> before;
+        for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
+        optimizer.backward(local.loss(t, mesh, step));
+        optimizer.step();
+        EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
+        for (size_t i = 0; i < before.size(); ++i) {
+          const bool unused = local.parameters[i]->sometimes && step != 1;
+          EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
+              << t.name << " " << local.parameters[i]->name << " step " << step;
+        }
+      }
+    });
   }
 }
 

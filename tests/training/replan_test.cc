@@ -152,6 +152,9 @@ Trajectory train(const Way& way) {
     v[4].requires_grad_(false);
     ZeroOptimizer optimizer(model, make(way.inner, v), group, way.options);
     for (int step = 0; step < kSteps; ++step) {
+      // In fp32, of which a bf16 parameter has a part alone.
+      const bool changes = step == kFreeze || step == kUnfreeze || step == kAdd;
+      const at::Tensor before = changes ? optimizer.master(v[0]).clone() : at::Tensor();
       if (step == kFreeze) {
         optimizer.freeze({v[1], v[2]});
         EXPECT_FALSE(v[1].requires_grad() || v[2].requires_grad());
@@ -163,6 +166,10 @@ Trajectory train(const Way& way) {
       } else if (step == kAdd) {
         optimizer.add_param_group(third_group(way.inner, {v[2], v[4]}));
         ASSERT_EQ(optimizer.param_groups().size(), 3U);
+      }
+      if (changes) {
+        EXPECT_TRUE(at::equal(optimizer.master(v[0]), before)) << "step " << step;
+        EXPECT_EQ(way.dtype == at::kFloat, at::equal(before, before.to(way.dtype).to(at::kFloat)));
       }
       EXPECT_EQ(optimizer.stats().steps, step);
       optimizer.backward(model.loss(gradients(v, step, group.rank(), group.world_size())));
