@@ -13,11 +13,13 @@
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/support/warnings.h"
 #include "tests/training/misuse.h"
 
 namespace zero {
@@ -710,6 +712,70 @@ TEST(OwnOptimizerTest, OneAroundAnotherOneIsRefused) {
       });
     }
   }
+}
+
+// A class of the user's own that updates other memory than that of param_groups().
+enum class Updates { kInPlace, kThroughData, kOwnBuffer, kOtherMemory, kWithRateZero };
+
+class ByHand : public torch::optim::Optimizer {
+ public:
+  ByHand(const std::vector<at::Tensor>& parameters, Updates updates)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)},
+                  std::make_unique<torch::optim::SGDOptions>(
+                      updates == Updates::kWithRateZero ? 0.0 : 0.1)),
+        updates_(updates),
+        buffer_(at::zeros({100})) {}
+  at::Tensor step(LossClosure) override {
+    at::NoGradGuard no_grad;
+    for (at::Tensor& p : param_groups_[0].params()) {
+      if (!p.grad().defined()) continue;
+      if (updates_ == Updates::kInPlace) p.sub_(p.grad(), 0.1);
+      if (updates_ == Updates::kThroughData) p.data().sub_(p.grad(), 0.1);
+      if (updates_ == Updates::kOtherMemory) p.set_data(p - p.grad() * 0.1);
+      buffer_.sub_(0.1);
+    }
+    return {};
+  }
+
+ private:
+  const Updates updates_;
+  const at::Tensor buffer_;
+};
+
+TEST(OwnOptimizerTest, OneThatUpdatesOtherMemoryThanItsParametersIsNoticed) {
+  const auto run = [](Updates updates, int steps, std::string& error) {
+    std::mutex mutex;
+    int count = 0;
+    run_ranks(2, [&](const Group& group) {
+      const Warnings warnings;
+      OddModel model(1);
+      ZeroOptimizer optimizer(*model, std::make_unique<ByHand>(model->parameters(), updates), group,
+                              ZeroOptions().elementwise(true));
+      const std::string text = error_soon([&] {
+        for (int step = 0; step < steps; ++step) {
+          optimizer.backward(model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2),
+                                         OddModelImpl::kAll));
+          optimizer.step();
+        }
+      });
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (text.size() > error.size()) error = text;
+      for (const std::string& warning : warnings.texts) {
+        if (warning.find("have changed no tensor of its param_groups()") != std::string::npos)
+          ++count;
+      }
+    });
+    return count;
+  };
+  std::string error;
+  EXPECT_EQ(run(Updates::kInPlace, 12, error), 0);
+  EXPECT_EQ(run(Updates::kThroughData, 12, error), 0);
+  EXPECT_EQ(run(Updates::kWithRateZero, 12, error), 0);
+  EXPECT_EQ(run(Updates::kOwnBuffer, 9, error), 0);
+  EXPECT_EQ(run(Updates::kOwnBuffer, 12, error), 2) << "once on each rank";
+  EXPECT_EQ(error, "");
+  run(Updates::kOtherMemory, 1, error);
+  expect_words(error, {"expected step() of zero::", "ByHand", "in place, got other memory"});
 }
 
 }  // namespace

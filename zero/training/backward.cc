@@ -154,7 +154,8 @@ std::string BackwardPasses::unscaled_text() const {
          "optimizer.scale_loss(loss).backward(), with a loss scale of " +
          exact_text(engine_.record.scaler().scale()) +
          ", got gradients of neither; they would be divided by that scale. Call "
-         "requires_grad_(false) on parameters whose gradients of the pass are not wanted";
+         "requires_grad_(false) on parameters whose gradients of the pass are not wanted. Multiply "
+         "gradients that the program makes itself by optimizer.scale_loss(torch::ones({}))";
 }
 
 std::string BackwardPasses::untimely_problem() const {

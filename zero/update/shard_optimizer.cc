@@ -108,6 +108,7 @@ void ShardOptimizer::write_counts_to_state() const {
 std::unique_ptr<torch::optim::Optimizer> ShardOptimizer::release_inner() {
   check_has_inner();
   trap_.reset();
+  effect_.reset();
   counts_.reset();
   for (auto& group : inner_->param_groups()) group.params().clear();
   inner_->state().clear();
@@ -181,6 +182,7 @@ void ShardOptimizer::replace_parameters() {
   }
   // A step() by the user would update masters behind the working parameters.
   trap_.emplace(*inner_);
+  effect_.emplace(*inner_);
   by_group_.resize(groups.size());
 }
 
@@ -241,6 +243,7 @@ void ShardOptimizer::update_inner() {
   // pass more. A host that can read it without waiting saves the pass where nothing is clipped.
   const at::Tensor& coefficient = clip_.coefficient;
   const bool clips = !coefficient.is_cpu() || coefficient.item<double>() != 1.0;
+  std::vector<at::Tensor> stepped;
   for (SegmentTensors& s : segments_) {
     if (used_[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
       s.master.mutable_grad().reset();
@@ -250,6 +253,7 @@ void ShardOptimizer::update_inner() {
     clamp(gradient);
     if (clips) gradient.mul_(coefficient);
     s.master.mutable_grad() = gradient;
+    stepped.push_back(s.master);
     // torch makes state where there is none, and no part of it that a load left out, or that an
     // option needs which is set later.
     const OptimizerAdapter& adapter = adapter_of(*inner_, s.group);
@@ -265,7 +269,9 @@ void ShardOptimizer::update_inner() {
         {scalars_.step, noise_numbers_[s.segment.parameter], current_stream(s.master.device())});
   }
   trap_->disarm();
+  effect_->begin(stepped);
   inner_->step();
+  effect_->end(stepped);
   trap_->arm();
   for (SegmentTensors& s : segments_) s.master.mutable_grad().reset();
 }

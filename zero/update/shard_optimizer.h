@@ -35,6 +35,7 @@
 #include "zero/update/group_options.h"
 #include "zero/update/master_rows.h"
 #include "zero/update/step_counts.h"
+#include "zero/update/step_effect.h"
 
 namespace zero {
 
@@ -175,6 +176,7 @@ class ShardOptimizer {
   std::unique_ptr<torch::optim::Optimizer> inner_;
   GroupOptions group_options_;
   std::optional<InnerStepTrap> trap_;
+  std::optional<StepEffect> effect_;
   // Per parameter group: null where the inner optimizer makes the update.
   const std::vector<const FusedUpdate*> fused_;
   bool all_fused_ = true;

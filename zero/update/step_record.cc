@@ -31,7 +31,9 @@ void SkipWatch::record(int64_t steps, int64_t skipped_steps) {
     TORCH_WARN(
         "step() was skipped on all ranks because a gradient is NaN or infinite. The loss "
         "scale does not change, so the same gradients are skipped again; see "
-        "ZeroOptimizer::step_skipped() and stats(). This is said once.");
+        "ZeroOptimizer::step_skipped() and stats(). Where the program computes with p.grad() "
+        "after a pass, which is NaN, it reads ZeroOptimizer::gradient() in its place. This is said "
+        "once.");
   }
   if (at_most_ == 0 || in_a_row_ <= at_most_) return;
   const int64_t row = std::exchange(in_a_row_, 0);
@@ -39,7 +41,8 @@ void SkipWatch::record(int64_t steps, int64_t skipped_steps) {
               " steps in a row were skipped for non-finite gradients: expected at most ", at_most_,
               ", ZeroOptions::max_skipped_in_a_row. The model has diverged or its inputs are not "
               "finite: load an earlier checkpoint, lower the learning rate, or look for the layer "
-              "whose gradient is NaN");
+              "whose gradient is NaN; or the program computes with p.grad() after a pass, which is "
+              "NaN: see ZeroOptimizer::gradient()");
 }
 
 StepRecord::StepRecord(const ZeroOptions& options, bool any_half, bool deferred, at::Device device,
