@@ -390,9 +390,11 @@ struct ZeroOptions {
 
   // Promises that an inner optimizer of a class that this library does not know treats every
   // element by itself, so that it may be given flat pieces of parameters, and that its step() finds
-  // them in param_groups() each time, which one around another optimizer does not. For checkpoints
-  // its state's class must override serialize(): docs/checkpoints.md says how its tensors are cut.
-  // Ranks compare all its options at construction, and the learning rate alone before each step.
+  // them in param_groups() each time, which one around another optimizer does not, and updates them
+  // in place: step() throws where it puts other memory into them, and warns once where ten calls
+  // have changed none. For checkpoints its state's class must override serialize():
+  // docs/checkpoints.md says how its tensors are cut. Ranks compare all its options at construction,
+  // and the learning rate alone before each step.
   TORCH_ARG(bool, elementwise) = false;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank
