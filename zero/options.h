@@ -393,8 +393,8 @@ struct ZeroOptions {
   // them in param_groups() each time, which one around another optimizer does not, and updates them
   // in place: step() throws where it puts other memory into them, and warns once where ten calls
   // have changed none. For checkpoints its state's class must override serialize():
-  // docs/checkpoints.md says how its tensors are cut. Ranks compare all its options at construction,
-  // and the learning rate alone before each step.
+  // docs/checkpoints.md says how its tensors are cut. Ranks compare all its options at
+  // construction, and the learning rate alone before each step.
   TORCH_ARG(bool, elementwise) = false;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank
