@@ -298,8 +298,23 @@ TEST(SharedRowsTest, ARowFollowsWhereThereIsNoRoomForIt) {
   });
 }
 
+using Receive = std::function<WorkPtr(const Rank&, int tag)>;
+using Abort = std::function<void(const Rank&, c10d::Work&)>;
+
+WorkPtr receive_copied(const Rank& r, int tag) {
+  const WorkPtr received = r.receive(at::zeros({kNumel}), 1, tag);
+  std::this_thread::sleep_for(milliseconds(50));  // until the copier has it
+  return received;
+}
+WorkPtr receive_in_place(const Rank& r, int tag) {
+  return r.shared()->receive_in_place(kNumel * 4, 1, tag);
+}
+void abort_all(const Rank& r, c10d::Work&) { r.backend->abort(); }
+void abort_one(const Rank&, c10d::Work& work) { work.abort(); }
+
 // Of a wait for a row with this tag of WithoutAbort, which an abort ends in the middle.
-std::string error_of_aborted_wait(int tag) {
+std::string error_of_aborted_wait(int tag, const Receive& receive = receive_copied,
+                                  const Abort& abort = abort_all) {
   std::string error;
   std::vector<at::Tensor> blocks;
   on_ranks(
@@ -313,11 +328,10 @@ std::string error_of_aborted_wait(int tag) {
           blocks.clear();
           return;
         }
-        const WorkPtr received = r.receive(row, 1, tag);
-        std::this_thread::sleep_for(milliseconds(50));  // until the copier has it
+        const WorkPtr received = receive(r, tag);
         std::thread other([&] {
           std::this_thread::sleep_for(milliseconds(50));
-          r.backend->abort();
+          abort(r, *received);
         });
         error = error_of([&] { received->wait(kTimeout); });
         other.join();
@@ -328,10 +342,16 @@ std::string error_of_aborted_wait(int tag) {
   return error;
 }
 
+// One of all waits, and one as that of a communicator whose connection has ended in the middle of a
+// message.
 TEST(SharedRowsTest, AbortEndsAWaitThatTheTransportsOwnDoesNot) {
-  const auto began = std::chrono::steady_clock::now();
-  EXPECT_NE(error_of_aborted_wait(WithoutAbort::kNeverSent), "");
-  EXPECT_LT(std::chrono::steady_clock::now() - began, kTimeout / 2);
+  const std::pair<Receive, Abort> cases[] = {
+      {receive_copied, abort_all}, {receive_copied, abort_one}, {receive_in_place, abort_one}};
+  for (const auto& [receive, abort] : cases) {
+    const auto began = std::chrono::steady_clock::now();
+    EXPECT_NE(error_of_aborted_wait(WithoutAbort::kNeverSent, receive, abort), "");
+    EXPECT_LT(std::chrono::steady_clock::now() - began, kTimeout / 2);
+  }
 }
 
 // The copier has not come back yet when the wait for what it copies ends.
@@ -339,40 +359,6 @@ TEST(SharedRowsTest, AWaitThatIsAbortedBlamesNoRank) {
   const std::string text = error_of_aborted_wait(WithoutAbort::kEndsLate);
   EXPECT_NE(text.find("aborted"), std::string::npos) << text;
   EXPECT_EQ(text.find("sent nothing"), std::string::npos) << text;
-}
-
-// As the communicator does whose connection has ended in the middle of a message.
-TEST(SharedRowsTest, AbortOfOneWaitEndsItAlone) {
-  for (const bool in_place : {false, true}) {
-    std::vector<at::Tensor> blocks;
-    on_ranks(
-        2,
-        [&](const Rank& r) {
-          const at::Tensor row = at::zeros({kNumel}), done = at::zeros({1});
-          if (r.rank == 1) {
-            blocks = all_shared_memory();  // so that the row is received from the transport
-            const WorkPtr sent = r.send(row, 0, WithoutAbort::kNeverSent);
-            r.receive(done, 0, 8)->wait(kTimeout);
-            blocks.clear();
-            return;
-          }
-          const WorkPtr received =
-              in_place
-                  ? WorkPtr(r.shared()->receive_in_place(kNumel * 4, 1, WithoutAbort::kNeverSent))
-                  : r.receive(row, 1, WithoutAbort::kNeverSent);
-          std::thread other([&] {
-            std::this_thread::sleep_for(milliseconds(50));
-            received->abort();
-          });
-          const auto began = std::chrono::steady_clock::now();
-          EXPECT_NE(error_of([&] { received->wait(kTimeout); }), "");
-          EXPECT_LT(std::chrono::steady_clock::now() - began, kTimeout / 2);
-          other.join();
-          EXPECT_TRUE(r.send(done, 1, 8)->wait(kTimeout));
-        },
-        /*unwilling=*/-1,
-        [](const BackendPtr& under) { return c10::make_intrusive<WithoutAbort>(under); });
-  }
 }
 
 // First at the rank that aborts, and then at the other, while both are there.

@@ -243,7 +243,6 @@ void ShardOptimizer::update_inner() {
   // pass more. A host that can read it without waiting saves the pass where nothing is clipped.
   const at::Tensor& coefficient = clip_.coefficient;
   const bool clips = !coefficient.is_cpu() || coefficient.item<double>() != 1.0;
-  std::vector<at::Tensor> stepped;
   for (SegmentTensors& s : segments_) {
     if (used_[s.segment.parameter] == 0 || fused(s.group) != nullptr) {
       s.master.mutable_grad().reset();
@@ -253,7 +252,6 @@ void ShardOptimizer::update_inner() {
     clamp(gradient);
     if (clips) gradient.mul_(coefficient);
     s.master.mutable_grad() = gradient;
-    stepped.push_back(s.master);
     // torch makes state where there is none, and no part of it that a load left out, or that an
     // option needs which is set later.
     const OptimizerAdapter& adapter = adapter_of(*inner_, s.group);
@@ -269,9 +267,9 @@ void ShardOptimizer::update_inner() {
         {scalars_.step, noise_numbers_[s.segment.parameter], current_stream(s.master.device())});
   }
   trap_->disarm();
-  effect_->begin(stepped);
+  effect_->begin();
   inner_->step();
-  effect_->end(stepped);
+  effect_->end();
   trap_->arm();
   for (SegmentTensors& s : segments_) s.master.mutable_grad().reset();
 }

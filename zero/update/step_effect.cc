@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <string>
 #include <typeinfo>
+#include <utility>
 
 #include "zero/inner_optimizers/registry.h"
 
@@ -24,31 +25,31 @@ std::string class_of(const torch::optim::Optimizer& optimizer) {
 StepEffect::StepEffect(const torch::optim::Optimizer& inner)
     : inner_(inner), settled_(is_known(inner)) {}
 
-void StepEffect::begin(const std::vector<at::Tensor>& parameters) {
+void StepEffect::begin() {
   if (settled_) return;
-  memory_.clear();
-  versions_.clear();
-  for (const at::Tensor& p : parameters) {
-    memory_.push_back(p.const_data_ptr());
-    versions_.push_back(p._version());
+  for (const auto& group : inner_.param_groups()) {
+    for (const at::Tensor& p : group.params()) {
+      if (p.grad().defined()) stepped_.push_back({p, p.const_data_ptr(), p._version()});
+    }
   }
   // Changes through data() raise no version.
-  if (idle_ + 1 == kIdle && !parameters.empty()) copy_ = parameters.front().clone();
+  if (idle_ + 1 == kIdle && !stepped_.empty()) copy_ = stepped_.front().parameter.clone();
 }
 
-void StepEffect::end(const std::vector<at::Tensor>& parameters) {
-  if (settled_ || parameters.empty()) return;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    TORCH_CHECK(parameters[i].const_data_ptr() == memory_[i],
-                "inner optimizer: expected step() of ", class_of(inner_),
+void StepEffect::end() {
+  if (settled_) return;
+  const std::vector<Stepped> stepped = std::exchange(stepped_, {});
+  for (const Stepped& s : stepped) {
+    TORCH_CHECK(s.parameter.const_data_ptr() == s.memory, "inner optimizer: expected step() of ",
+                class_of(inner_),
                 " to update the tensors of param_groups() in place, got other memory in one of "
                 "them; update it with sub_() or copy_(), and not with set_data()");
-    if (parameters[i]._version() != versions_[i]) settled_ = true;
+    settled_ = settled_ || s.parameter._version() != s.version;
   }
-  if (settled_ || !has_rate()) return;
-  if (++idle_ < kIdle) return;
+  if (settled_ || stepped.empty() || !has_rate() || ++idle_ < kIdle) return;
   settled_ = true;
-  if (!at::equal(parameters.front(), copy_)) return;
+  const at::Tensor before = std::exchange(copy_, {});
+  if (!at::equal(stepped.front().parameter, before)) return;
   TORCH_WARN("inner optimizer: ", kIdle, " calls of step() of ", class_of(inner_),
              " have changed no tensor of its param_groups(). A class that keeps its parameters, or "
              "a flat buffer of them, in a member updates memory that nothing reads: let its step() "

@@ -19,11 +19,11 @@ class StepEffect {
   // `inner` must outlive this.
   explicit StepEffect(const torch::optim::Optimizer& inner);
 
-  // Before and after inner.step(), with the tensors that have gradients. end() throws c10::Error
-  // where one of them has other memory, and warns once where kIdle calls in a row with a learning
-  // rate other than 0 have changed none. After a call that has changed one, both do nothing.
-  void begin(const std::vector<at::Tensor>& parameters);
-  void end(const std::vector<at::Tensor>& parameters);
+  // Before and after inner.step(), which updates what has a gradient. end() throws c10::Error where
+  // a parameter has other memory, and warns once where kIdle calls in a row with a learning rate
+  // other than 0 have changed none. After a call that has changed one, both do nothing.
+  void begin();
+  void end();
 
   static constexpr int kIdle = 10;
 
@@ -33,9 +33,14 @@ class StepEffect {
   const torch::optim::Optimizer& inner_;
   bool settled_;  // nothing more is looked for
   int idle_ = 0;  // calls in a row that have changed nothing
-  std::vector<const void*> memory_;
-  std::vector<int64_t> versions_;
-  at::Tensor copy_;  // of the first one, before the last such call
+  // What has a gradient in the call under way, and how it was before.
+  struct Stepped {
+    at::Tensor parameter;
+    const void* memory;
+    int64_t version;
+  };
+  std::vector<Stepped> stepped_;
+  at::Tensor copy_;  // of the first one, before the last idle call
 };
 
 }  // namespace zero
