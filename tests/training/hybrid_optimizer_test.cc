@@ -476,6 +476,20 @@ TEST(HybridOptimizerTest, UpdatesInTheBackwardPassHaveTheBitsOfUpdatesInTheStep)
   }
 }
 
+// Makes step `step` of three, of which the second changes nothing.
+void expect_second_step_skipped(ZeroOptimizer& optimizer, const Local& local, int step,
+                                const std::string& name) {
+  std::vector<at::Tensor> before;
+  for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
+  optimizer.step();
+  EXPECT_EQ(optimizer.step_skipped(), step == 1) << name;
+  for (size_t i = 0; i < before.size(); ++i) {
+    const bool unused = local.parameters[i]->sometimes && step != 1;
+    EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
+        << name << " " << local.parameters[i]->name << " step " << step;
+  }
+}
+
 // `bad` multiplies the loss of one rank in step 1.
 void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int bad_rank) {
   std::mutex mutex;
@@ -487,17 +501,9 @@ void expect_all_skip(const JobShape& t, c10::ScalarType dtype, double bad, int b
     const double scale = optimizer.loss_scale();
     EXPECT_EQ(scale, dtype == at::kHalf ? 65536.0 : 1.0);
     for (int step = 0; step < 3; ++step) {
-      std::vector<at::Tensor> before;
-      for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
       const at::Tensor loss = local.loss(t, mesh, step) * (dtype == at::kHalf ? 1e-4 : 1.0);
       optimizer.backward(step == 1 && world.rank() == bad_rank ? loss * bad : loss);
-      optimizer.step();
-      EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
-      for (size_t i = 0; i < before.size(); ++i) {
-        const bool unused = local.parameters[i]->sometimes && step != 1;
-        EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
-            << t.name << " " << local.parameters[i]->name << " step " << step;
-      }
+      expect_second_step_skipped(optimizer, local, step, t.name);
     }
     EXPECT_EQ(optimizer.loss_scale(), dtype == at::kHalf ? scale / 2 : scale);
     EXPECT_EQ(optimizer.stats().skipped_steps, 1);
@@ -535,16 +541,8 @@ TEST(HybridOptimizerTest, ARuleOfOneRankMakesTheWholeMeshLeaveOutTheStep) {
       ZeroOptimizer optimizer = make_placed(t, mesh, local, /*adam=*/true,
                                             ZeroOptions().skip_if(std::make_shared<OneYes>(says)));
       for (int step = 0; step < 3; ++step) {
-        std::vector<at::Tensor> before;
-        for (const at::Tensor& p : local.tensors) before.push_back(p.detach().clone());
         optimizer.backward(local.loss(t, mesh, step));
-        optimizer.step();
-        EXPECT_EQ(optimizer.step_skipped(), step == 1) << t.name << " rank " << world.rank();
-        for (size_t i = 0; i < before.size(); ++i) {
-          const bool unused = local.parameters[i]->sometimes && step != 1;
-          EXPECT_EQ(at::equal(before[i], local.tensors[i].detach()), step == 1 || unused)
-              << t.name << " " << local.parameters[i]->name << " step " << step;
-        }
+        expect_second_step_skipped(optimizer, local, step, t.name);
       }
     });
   }
