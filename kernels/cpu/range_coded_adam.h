@@ -1,9 +1,8 @@
 // SPDX-FileCopyrightText: The zero authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Private: Adam over a whole block whose moments are codes, for processors with AVX2 and without
-// AVX-512, where the compiler's loops over twice the width are faster. Included once by
-// range_kernels_impl.h, for each instruction set. The bits are those of stored_adam_range().
+// Private: Adam over a whole block whose moments are codes. Included once by range_kernels_impl.h,
+// for each instruction set. The bits are those of stored_adam_range().
 //
 // A block takes two loops of about as many instructions. The first makes the moments and finds the
 // largest of each array, and the second, which knows the scales then, the parameters and the codes:
@@ -12,9 +11,9 @@
 // P and W are as in range_masters.h.
 #pragma once
 
-#include "kernels/cpu/range_eights.h"
+#include "kernels/cpu/range_lanes.h"
 
-#ifdef ZERO_EIGHTS
+#ifdef ZERO_LANES
 #include <cstdint>
 
 #include "kernels/cpu/range_codes.h"
@@ -26,13 +25,6 @@
 namespace zero::kernels {
 namespace {
 
-inline uint32_t largest_of(__m256i x) {
-  __m128i most = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
-  most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1));
-  return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
-}
-
 // The new moments of a block, or of the second ones their roots, and the scales of their codes.
 // A root has no sign, but for those of a NaN, whose scale is a NaN too.
 template <bool kDecayed, class P, class W>
@@ -40,71 +32,60 @@ inline void coded_moments(const AdamCoefficients c, float gradient_coefficient, 
                           float m_scale, const uint8_t* v, float v_scale, const P* p,
                           const W* working, const float* gradient, float* __restrict averages,
                           float* __restrict roots, uint32_t* largest) {
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-  const auto codes_at = [](const void* at) {
-    return _mm_loadl_epi64(static_cast<const __m128i*>(at));
-  };
-  __m256i largest_average = _mm256_setzero_si256();
-  __m256i largest_root = _mm256_setzero_si256();
-  for (int64_t i = 0; i < kStateBlock; i += 8) {
-    const __m256 q = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes_at(m + i)));
-    __m256 average = _mm256_mul_ps(q, _mm256_and_ps(q, magnitude));
-    average = _mm256_mul_ps(average, _mm256_set1_ps(StateCode<false>::kUnit));
-    average = _mm256_mul_ps(average, _mm256_set1_ps(m_scale));
-    const __m256 r = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes_at(v + i)));
-    __m256 root = _mm256_mul_ps(_mm256_mul_ps(r, r), _mm256_set1_ps(StateCode<true>::kUnit));
-    root = _mm256_mul_ps(root, _mm256_set1_ps(v_scale));
-    __m256 square = _mm256_mul_ps(root, root);
-
-    const __m256 master =
-        kDecayed ? load_eight(p + i, working_at(working, i)) : _mm256_setzero_ps();
-    adam_moments<!kDecayed>(c, _mm256_loadu_ps(gradient + i) * gradient_coefficient, master,
+  Bits largest_average{};
+  Bits largest_root{};
+  for (int64_t i = 0; i < kStateBlock; i += kVectorLanes) {
+    const Floats q = to_floats(load_numbers(m + i));
+    Floats average = q * magnitude(q) * StateCode<false>::kUnit * m_scale;
+    const Floats r = to_floats(load_numbers(v + i));
+    Floats root = r * r * StateCode<true>::kUnit * v_scale;
+    Floats square = root * root;
+    const Floats master = kDecayed ? load_masters(p + i, working_at(working, i)) : Floats{};
+    adam_moments<!kDecayed>(c, load_lanes<Floats>(gradient + i) * gradient_coefficient, master,
                             average, square);
-    _mm256_store_ps(averages + i, average);
-    largest_average =
-        _mm256_max_epu32(largest_average, _mm256_castps_si256(_mm256_and_ps(average, magnitude)));
-    root = _mm256_sqrt_ps(square);
-    _mm256_store_ps(roots + i, root);
-    largest_root = _mm256_max_epu32(largest_root, _mm256_castps_si256(root));
+    store_lanes(average, averages + i);
+    largest_average = larger(largest_average, bits_of(magnitude(average)));
+    root = roots_of(square);
+    store_lanes(root, roots + i);
+    largest_root = larger(largest_root, bits_of(root));
   }
   largest[0] = largest_of(largest_average);
   largest[1] = largest_of(largest_root);
 }
 
+// The parameters of two vectors, from their new moments.
+template <bool kDecoupled, class P, class W>
+inline void adam_parameter_lanes(const AdamCoefficients& c, const float* m, const float* roots,
+                                 P* p, W* working) {
+  Floats values[2];
+  for (int64_t k = 0; k < 2; ++k) {
+    const int64_t at = kVectorLanes * k;
+    values[k] = load_masters(p + at, working_at(working, at));
+    adam_parameter<kDecoupled>(c, load_lanes<Floats>(m + at), load_lanes<Floats>(roots + at),
+                               values[k]);
+  }
+  store_masters(values[0], values[1], p, working);
+}
+
 // The parameters and the codes of a block, whose scales are above 0. `ahead` is the distance of the
-// elements to fetch, those of the next block.
-template <class P, class W>
+// elements to fetch.
+template <bool kDecoupled, class P, class W>
 inline void coded_parameters(const AdamCoefficients c, const float* averages, float m_scale,
                              const float* roots, float v_scale, const BlockNoise noise, P* p,
                              W* working, const float* gradient, int64_t ahead, int8_t* m,
                              uint8_t* v) {
-  const float decay = c.decoupled ? c.decay : 1.0F;
-  const __m256 m_inverse = _mm256_set1_ps(inverse_state_scale<false>(m_scale));
-  const __m256 v_inverse = _mm256_set1_ps(inverse_state_scale<true>(v_scale));
-  const __m256i key = _mm256_set1_epi32(static_cast<int32_t>(noise.key));
+  const float m_inverse = inverse_state_scale<false>(m_scale);
+  const float v_inverse = inverse_state_scale<true>(v_scale);
   for (int64_t i = 0; i < kStateBlock; i += 32) {
-    for (int64_t j = i; j < i + 32; j += 16) {
-      __m256 values[2];
-      for (int64_t k = 0; k < 2; ++k) {
-        const int64_t at = j + 8 * k;
-        values[k] = load_eight(p + at, working_at(working, at)) * decay;
-        adam_parameter<false>(c, _mm256_load_ps(averages + at), _mm256_load_ps(roots + at),
-                              values[k]);
+    for (int64_t j = i; j < i + 32; j += 2 * kVectorLanes) {
+      adam_parameter_lanes<kDecoupled>(c, averages + j, roots + j, p + j, working_at(working, j));
+      for (int64_t k = j; k < j + 2 * kVectorLanes; k += 16) {
+        __builtin_prefetch(gradient + k + ahead);
+        if constexpr (__is_same(P, float)) __builtin_prefetch(p + k + ahead);
       }
-      store_sixteen(values[0], values[1], p + j, working_at(working, j));
-      __builtin_prefetch(gradient + j + ahead);
-      if constexpr (__is_same(P, float)) __builtin_prefetch(p + j + ahead);
     }
-    __m256i average_codes[4], root_codes[4];
-    for (int64_t k = 0; k < 4; ++k) {
-      const int64_t at = i + 8 * k;
-      const __m256i u = _mm256_add_epi32(
-          key, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(noise.multiples + at)));
-      average_codes[k] = encode_averages(_mm256_load_ps(averages + at), m_inverse, u);
-      root_codes[k] = encode_roots(_mm256_load_ps(roots + at), v_inverse, u);
-    }
-    store_codes<false>(average_codes, averages + i, m + i);
-    store_codes<true>(root_codes, roots + i, v + i);
+    encode_32<false>(averages + i, m_inverse, noise, i, m + i);
+    encode_32<true>(roots + i, v_inverse, noise, i, v + i);
   }
 }
 
@@ -128,9 +109,11 @@ inline bool coded_adam_block(const AdamSegment& s, int64_t begin, int64_t end,
   if (largest[0] >= 0x7f800000U || largest[1] >= 0x7f800000U) return false;
   m_scale = state_scale<false>(static_cast<int32_t>(largest[0]));
   v_scale = state_scale<true>(static_cast<int32_t>(largest[1]));
-  coded_parameters(c, averages, m_scale, roots, v_scale, noise, p, working, s.gradient + begin,
-                   begin + 2 * kStateBlock <= end ? kStateBlock : 0, m.codes + begin,
-                   v.codes + begin);
+  const auto parameters =
+      c.decoupled ? coded_parameters<true, P, W> : coded_parameters<false, P, W>;
+  parameters(c, averages, m_scale, roots, v_scale, noise, p, working, s.gradient + begin,
+             begin + 3 * kStateBlock <= end ? 2 * kStateBlock : 0, m.codes + begin,
+             v.codes + begin);
   return true;
 }
 

@@ -3,6 +3,11 @@
 //
 // The CPU loops for -mavx512f -mavx512bw -mavx512dq -mavx512vl.
 #if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)
+// g++ 12 warns of its own header, whose functions take a register as it is (its bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include "kernels/cpu/range_kernels_impl.h"
 #else
 #include "kernels/cpu/range_kernels.h"

@@ -18,6 +18,7 @@
 #include "kernels/cpu/range_codes.h"
 #include "kernels/cpu/range_conversions.h"
 #include "kernels/cpu/range_kernels.h"
+#include "kernels/cpu/range_lanes.h"
 #include "kernels/cpu/range_types.h"
 #include "kernels/cpu/range_update.h"
 #include "kernels/detail/state_codes.h"
@@ -26,11 +27,31 @@
 namespace zero::kernels {
 namespace {
 
+#ifdef ZERO_LANES
+// encode_bfloat16_state() of finite values, with their 32 bits of noise.
+template <bool kRoot>
+inline Bits encode_bfloat16_lanes(Floats x, Bits noise) {
+  return (bits_of(x) + (kRoot ? noise >> 16 : noise & 0xffffU)) >> 16;
+}
+// A number that is not finite makes a NaN.
+inline Floats nan_unless_finite(Floats x) { return x - x; }
+#endif
+
 template <bool kRoot>
 inline void encode_bfloat16s(const float* __restrict values, const BlockNoise noise, int64_t numel,
                              BFloat16* __restrict to) {
   const uint32_t* __restrict multiples = noise.multiples;
-  for (int64_t i = 0; i < numel; ++i) {
+  int64_t i = 0;
+#ifdef ZERO_LANES
+  for (; i + 2 * kVectorLanes <= numel; i += 2 * kVectorLanes) {
+    const auto a = load_lanes<Floats>(values + i);
+    const auto b = load_lanes<Floats>(values + i + kVectorLanes);
+    if (has_nan(nan_unless_finite(a), nan_unless_finite(b))) break;
+    store_halves(encode_bfloat16_lanes<kRoot>(a, load_noise(noise, i)),
+                 encode_bfloat16_lanes<kRoot>(b, load_noise(noise, i + kVectorLanes)), to + i);
+  }
+#endif
+  for (; i < numel; ++i) {
     to[i].bits = encode_bfloat16_state(values[i], own_noise<kRoot>(noise.key + multiples[i]));
   }
 }
@@ -65,12 +86,12 @@ inline void encode_block(StateType type, const float* values, const BlockNoise& 
   }
 }
 
-// Fetches what an update reads of the block behind that at `begin`, of which there are whole ones
-// up to `end`. An encoding waits for no memory, and an update of the next block then waits less.
+// Fetches what an update reads of the block after next behind that at `begin`, if it is whole. An
+// encoding waits for no memory, and an update of that block then waits less.
 template <class Segment>
-inline void fetch_next_block(const Segment& s, int64_t begin, int64_t end) {
-  if (begin + 2 * kStateBlock > end) return;
-  for (int64_t i = begin + kStateBlock; i < begin + 2 * kStateBlock; i += 16) {  // 64 bytes
+inline void fetch_later_block(const Segment& s, int64_t begin, int64_t end) {
+  if (begin + 3 * kStateBlock > end) return;
+  for (int64_t i = begin + 2 * kStateBlock; i < begin + 3 * kStateBlock; i += 16) {  // 64 bytes
     if (s.master != nullptr) __builtin_prefetch(s.master + i);  // null where it is split
     __builtin_prefetch(s.gradient + i);
   }
@@ -109,7 +130,13 @@ template <bool kAmsgrad, bool kDecoupled, class P, class W>
 void adam_parameter_loop(const AdamCoefficients c, int64_t numel, const float* __restrict m,
                          const float* __restrict v, const float* __restrict roots,
                          float* __restrict max_v, P* __restrict p, W* __restrict working) {
-  for (int64_t i = 0; i < numel; ++i) {
+  int64_t i = 0;
+#ifdef ZERO_LANES
+  for (; !kAmsgrad && i + 2 * kVectorLanes <= numel; i += 2 * kVectorLanes) {
+    adam_parameter_lanes<kDecoupled>(c, m + i, roots + i, p + i, working_at(working, i));
+  }
+#endif
+  for (; i < numel; ++i) {
     float p_i = load_master(p, working, i);
     float root = roots[i];
     if constexpr (kAmsgrad) {
@@ -143,7 +170,7 @@ void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const N
     alignas(64) float roots[kStateBlock];
     for_each_state_block(
         s, begin, end, step, [&](int64_t i, int64_t count, const BlockNoise& noise) {
-#ifdef ZERO_EIGHTS
+#ifdef ZERO_LANES
           if (int8 && count == kStateBlock && !c.amsgrad &&
               coded_adam_block(s, i, end, noise, c, gradient_coefficient, p + i,
                                working_at(working, i))) {
@@ -162,7 +189,7 @@ void stored_adam_range(const AdamSegment& s, int64_t begin, int64_t end, const N
                               Codes<true>(s.exp_avg_sq, s.numel).block(i))
                : moments_loop(BFloat16Block{static_cast<const BFloat16*>(s.exp_avg) + i},
                               BFloat16Block{static_cast<const BFloat16*>(s.exp_avg_sq) + i});
-          fetch_next_block(s, i, end);
+          fetch_later_block(s, i, end);
           encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
           parameter_loop(c, count, m, v, roots, c.amsgrad ? s.max_exp_avg_sq + i : nullptr, p + i,
                          working_at(working, i));
@@ -182,7 +209,7 @@ void stored_sgd_range(const SgdSegment& s, int64_t begin, int64_t end, const Noi
         s, begin, end, step, [&](int64_t i, int64_t count, const BlockNoise& noise) {
           if (!s.first_step) decode_block<false>(s.state_type, s.momentum, s.numel, i, count, b);
           loop(c, gradient_coefficient, count, p + i, b, s.gradient + i, working_at(working, i));
-          fetch_next_block(s, i, end);
+          fetch_later_block(s, i, end);
           encode_block<false>(s.state_type, b, noise, count, s.momentum, s.numel, i);
         });
   });
@@ -198,7 +225,7 @@ void stored_lion_range(const LionSegment& s, int64_t begin, int64_t end, const N
           decode_block<false>(s.state_type, s.exp_avg, s.numel, i, count, m);
           lion_loop<P, W>(c, gradient_coefficient, count, p + i, m, s.gradient + i,
                           working_at(working, i));
-          fetch_next_block(s, i, end);
+          fetch_later_block(s, i, end);
           encode_block<false>(s.state_type, m, noise, count, s.exp_avg, s.numel, i);
         });
   });

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "kernels/cpu/range_eights.h"
 #include "kernels/cpu/range_kernels.h"
+#include "kernels/cpu/range_lanes.h"
 #include "kernels/cpu/range_masters.h"
 #include "kernels/cpu/range_types.h"
 #include "kernels/detail/update_rules.h"
@@ -31,34 +31,34 @@ inline void with_master(const Segment& s, ElementType working_type, const F& f) 
   }
 }
 
-#ifdef ZERO_EIGHTS
-// The first elements of adam_loop(), sixteen at a time; returns their number. The compiler takes
-// more instructions for the halves of masters than for the update.
+#ifdef ZERO_LANES
+// The first elements of adam_loop(), two vectors at a time; returns their number. The compiler
+// takes more instructions for the halves of masters than for the update.
 template <bool kAmsgrad, bool kDecoupled>
-inline int64_t adam_sixteens(const AdamCoefficients& c, float gradient_coefficient, int64_t numel,
-                             int16_t* __restrict p, float* __restrict m, float* __restrict v,
-                             float* __restrict max_v, const float* __restrict gradient,
-                             BFloat16* __restrict working) {
+inline int64_t adam_lanes(const AdamCoefficients& c, float gradient_coefficient, int64_t numel,
+                          int16_t* __restrict p, float* __restrict m, float* __restrict v,
+                          float* __restrict max_v, const float* __restrict gradient,
+                          BFloat16* __restrict working) {
   int64_t i = 0;
-  for (; i + 16 <= numel; i += 16) {
-    __m256 values[2];
+  for (; i + 2 * kVectorLanes <= numel; i += 2 * kVectorLanes) {
+    Floats values[2];
     for (int64_t k = 0; k < 2; ++k) {
-      const int64_t at = i + 8 * k;
-      __m256 p_i = load_eight(p + at, working + at);
-      __m256 m_i = _mm256_loadu_ps(m + at);
-      __m256 v_i = _mm256_loadu_ps(v + at);
-      adam_moments<kDecoupled>(c, _mm256_loadu_ps(gradient + at) * gradient_coefficient, p_i, m_i,
-                               v_i);
-      _mm256_storeu_ps(m + at, m_i);
-      _mm256_storeu_ps(v + at, v_i);
+      const int64_t at = i + kVectorLanes * k;
+      Floats p_i = load_masters(p + at, working + at);
+      Floats m_i = load_lanes<Floats>(m + at);
+      Floats v_i = load_lanes<Floats>(v + at);
+      adam_moments<kDecoupled>(c, load_lanes<Floats>(gradient + at) * gradient_coefficient, p_i,
+                               m_i, v_i);
+      store_lanes(m_i, m + at);
+      store_lanes(v_i, v + at);
       if constexpr (kAmsgrad) {
-        v_i = larger_moment(v_i, _mm256_loadu_ps(max_v + at));
-        _mm256_storeu_ps(max_v + at, v_i);
+        v_i = larger_moment(v_i, load_lanes<Floats>(max_v + at));
+        store_lanes(v_i, max_v + at);
       }
-      adam_parameter<kDecoupled>(c, m_i, _mm256_sqrt_ps(v_i), p_i);
+      adam_parameter<kDecoupled>(c, m_i, roots_of(v_i), p_i);
       values[k] = p_i;
     }
-    store_sixteen(values[0], values[1], p + i, working + i);
+    store_masters(values[0], values[1], p + i, working + i);
   }
   return i;
 }
@@ -71,10 +71,10 @@ void adam_loop(const AdamCoefficients c, float gradient_coefficient, int64_t num
                float* __restrict m, float* __restrict v, float* __restrict max_v,
                const float* __restrict gradient, W* __restrict working) {
   int64_t i = 0;
-#ifdef ZERO_EIGHTS
+#ifdef ZERO_LANES
   if constexpr (__is_same(P, int16_t)) {
-    i = adam_sixteens<kAmsgrad, kDecoupled>(c, gradient_coefficient, numel, p, m, v, max_v,
-                                            gradient, working);
+    i = adam_lanes<kAmsgrad, kDecoupled>(c, gradient_coefficient, numel, p, m, v, max_v, gradient,
+                                         working);
   }
 #endif
   for (; i < numel; ++i) {

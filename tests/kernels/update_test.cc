@@ -204,6 +204,25 @@ TYPED_TEST(Updates, AMasterThatIsANanOfOnesMakesNoZeroOfAWorkingValue) {
   }
 }
 
+// The noise of bf16 would carry into the sign.
+TYPED_TEST(Updates, AGradientThatIsANanOfOnesMakesNoZeroOfAMoment) {
+  using Rule = TypeParam;
+  std::vector<float> moments(600);
+  for (const StateType type : kStateTypes) {
+    for_each_setting([&] {
+      for (const int64_t at : {292, 300}) {
+        Arrays arrays(type, 600, ScalarType::BFloat16, 0);
+        arrays.gradient.as<float>()[at] = std::bit_cast<float>(0x7fffffffU);
+        Rule::step(Rule::segment(arrays, 0), Rule::options(0, 1), nullptr, nullptr,
+                   ScalarType::BFloat16, Stream{});
+        decode_state(type, false, arrays.first.as<void>(), 600, moments.data());
+        EXPECT_TRUE(std::isnan(moments[at])) << "type " << static_cast<int>(type);
+        EXPECT_TRUE(std::isfinite(moments[100])) << "type " << static_cast<int>(type);
+      }
+    });
+  }
+}
+
 TYPED_TEST(Updates, RefusesElementsAtWhichNoBlockBegins) {
   using Rule = TypeParam;
   for (const StateType type : kStored) {
