@@ -297,10 +297,7 @@ Engine::Engine(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimize
 
 Engine::~Engine() {
   const c10::OptionalDeviceGuard guard(protocol.device());
-  try {
-    readers.wait(0);  // the module outlives this, and may change its parameters
-  } catch (...) {     // it has printed that the thread that reads stands still
-  }
+  await_readers();  // the module outlives this, and may change its parameters
   passes.remove_hooks();
   try {
     reducer.join();    // updates use memory that is freed now
@@ -313,7 +310,15 @@ Engine::~Engine() {
   }
 }
 
+void Engine::await_readers() {
+  try {
+    readers.wait(0);
+  } catch (...) {  // it has printed that the thread that reads stands still
+  }
+}
+
 std::unique_ptr<torch::optim::Optimizer> Engine::release() {
+  await_readers();
   reducer.join();  // updates use memory that is freed now
   passes.remove_hooks();
   protocol.set_ema_in_use(false);

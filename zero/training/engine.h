@@ -69,9 +69,9 @@ struct Engine {
   // Waits for readers of buckets and for gathers, since the module may outlive this.
   ~Engine();
 
-  // Ends the use of hooks and of memory that another engine makes anew: masters, state, gradients,
-  // and the arena, which lives until its parameters have moved. Returns the inner optimizer.
-  // Nothing but the destructor may then be called.
+  // Waits for readers of buckets, and ends the use of hooks and of memory that another engine makes
+  // anew: masters, state, gradients, and the arena, which lives until its parameters have moved.
+  // Returns the inner optimizer. Nothing but the destructor may then be called.
   std::unique_ptr<torch::optim::Optimizer> release();
 
   // --- Agreement (engine.cc)
@@ -100,6 +100,8 @@ struct Engine {
 
   // --- Parts of the calls above
 
+  // Does not throw where a thread that reads stands still: it keeps the memory.
+  void await_readers();
   // Stage 1: brings p.grad() up to the agreed rounds.
   void gather_full_gradients(const Agreement& agreement);
   // Collective. Returns whether the step is skipped. Where the host does not wait for the answer,
