@@ -30,7 +30,11 @@ namespace zero {
 // Thrown by communicators, by what connects them, and by every call of a ZeroOptimizer. All calls
 // of the same object throw it from then on.
 class CommunicationError : public c10::DistBackendError {
+ public:
   using DistBackendError::DistBackendError;
+  CommunicationError(const CommunicationError&) = default;
+  // In a source file, so that the type is one in all libraries of a program.
+  ~CommunicationError() override;
 };
 
 }  // namespace zero

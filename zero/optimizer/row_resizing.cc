@@ -390,8 +390,8 @@ void copy_bucket(const Plan& plan, const Bucket& bucket, const at::Tensor& value
 
 // Collective. Fills into[i], of segment i of `engine`, with what `kind` is in `from`, where rows go
 // on with others. Frees it in `from`.
-void move(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sources,
-          Engine& engine, const std::vector<at::Tensor>& into) {
+void move_rows(HeldShards& from, const Kind& kind, const std::vector<RowSources>& sources,
+               Engine& engine, const std::vector<at::Tensor>& into) {
   const Targets targets = targets_of(engine, sources, into);
   std::vector<std::vector<const HeldSegment*>> own(from.plan.buckets.size());
   for (const HeldSegment& h : from.segments) own[h.segment.bucket].push_back(&h);
@@ -418,7 +418,7 @@ void move_masters(HeldShards& from, const Kind& kind, const std::vector<RowSourc
     into.push_back(moves ? elements_of(engine.shards.masters().values(s), s.master).clone()
                          : at::Tensor());
   }
-  move(from, kind, sources, engine, into);
+  move_rows(from, kind, sources, engine, into);
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].defined()) continue;
     const SegmentTensors& s = engine.shards.segments()[i];
@@ -435,7 +435,7 @@ void move_averages(HeldShards& from, const Kind& kind, const std::vector<RowSour
   for (const SegmentTensors& s : engine.shards.segments()) {
     into.push_back(kind.of[s.segment.parameter] != 0 ? elements_of(s.ema, s.master) : at::Tensor());
   }
-  move(from, kind, sources, engine, into);
+  move_rows(from, kind, sources, engine, into);
 }
 
 // Collective.
@@ -457,7 +457,7 @@ void move_state(HeldShards& from, const std::vector<RowSources>& sources, Engine
         }
       }
     }
-    move(from, kind, sources, engine, into);
+    move_rows(from, kind, sources, engine, into);
     for (size_t i = 0; i < segments.size(); ++i) {
       if (!into[i].defined()) continue;
       states[i].tensors.emplace_back(kind.name, in_shape_of(into[i], segments[i].master));
