@@ -394,7 +394,8 @@ struct ZeroOptions {
   // in place: step() throws where it puts other memory into them, and warns once where ten calls
   // have changed none. For checkpoints its state's class must override serialize():
   // docs/checkpoints.md says how its tensors are cut. Ranks compare all its options at
-  // construction, and the learning rate alone before each step.
+  // construction, and before each step the learning rate alone: get_lr(), or without one what
+  // serialize() writes as "lr".
   TORCH_ARG(bool, elementwise) = false;
 
   // Keeps this rank's shard of every n-th step (masters, optimizer state, counters, options; rank

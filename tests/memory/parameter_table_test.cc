@@ -318,10 +318,11 @@ TEST(ParameterTableTest, RefusesWhatCannotBeOptimized) {
   expect_words(refused_layer(at::ones({2}, at::kComplexFloat)), {"weight", "real dtype"});
   const Model model;
   Groups groups = model.groups();
-  expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{})}),
-               {"nothing to optimize"});
+  expect_words(
+      refused(model, {torch::optim::OptimizerParamGroup(Tensors{})}),
+      {"nothing to optimize", "add the groups to the inner optimizer before it is wrapped"});
   expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{model.frozen})}),
-               {"nothing to optimize"});
+               {"nothing to optimize", "got 1 frozen ones", "unfreeze some"});
   expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{at::ones({9})})}),
                {"of shape [9]", "not registered"});
   expect_words(refused(model, {torch::optim::OptimizerParamGroup(Tensors{at::Tensor()})}),

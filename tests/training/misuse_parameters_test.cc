@@ -285,6 +285,26 @@ TEST(MisuseTest, EditedInPlace) {
   });
 }
 
+TEST(MisuseTest, ViewsOfOneTensorInTwoOptimizers) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor both = at::ones({8});
+    const auto make = [&](int64_t begin) {
+      const at::Tensor view = both.narrow(0, begin, 4).detach().requires_grad_(true);
+      NamedTensors named;
+      named.insert("view", view);
+      return ZeroOptimizer(
+          named, std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{view}, 0.1), group);
+    };
+    ZeroOptimizer first = make(0), second = make(4);
+    first.backward(first.param_groups()[0].params()[0].sum());
+    second.backward(second.param_groups()[0].params()[0].sum());
+    first.step();
+    expect_words(error_soon([&] { second.step(); }),
+                 {"parameter view", "it is a view, whose version all views of its tensor share",
+                  "give each parameter its clone() before the optimizers are made"});
+  });
+}
+
 TEST(MisuseTest, EveryCallThatReadsParametersSeesAnEdit) {
   expect_survives(stage(2), [](Rank& r) {
     at::Tensor& edited = r.model->last;

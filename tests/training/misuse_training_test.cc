@@ -778,5 +778,61 @@ TEST(OwnOptimizerTest, OneThatUpdatesOtherMemoryThanItsParametersIsNoticed) {
   expect_words(error, {"expected step() of zero::", "ByHand", "in place, got other memory"});
 }
 
+// Options without get_lr(), as many classes have them; the rate is in what they serialize, or not.
+template <bool kSerialized>
+struct RateAlone : torch::optim::OptimizerCloneableOptions<RateAlone<kSerialized>> {
+  double lr = 0.1;
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    if (kSerialized) archive.write("lr", c10::IValue(lr));
+  }
+  void serialize(torch::serialize::InputArchive&) override {}
+};
+
+template <class Options>
+class SgdOf : public torch::optim::Optimizer {
+ public:
+  explicit SgdOf(const std::vector<at::Tensor>& parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)}, std::make_unique<Options>()) {}
+  at::Tensor step(LossClosure) override {
+    const at::NoGradGuard no_grad;
+    for (auto& group : param_groups_) {
+      const double lr = static_cast<Options&>(group.options()).lr;
+      for (const at::Tensor& p : group.params()) {
+        if (p.grad().defined()) p.sub_(p.grad(), lr);
+      }
+    }
+    return {};
+  }
+};
+
+template <class Options>
+void step_with_other_rates(const Words& words) {
+  run_ranks(2, [&](const Group& group) {
+    OddModel model(1);
+    ZeroOptimizer optimizer(*model, std::make_unique<SgdOf<Options>>(model->parameters()), group,
+                            ZeroOptions().elementwise(true));
+    const auto backward = [&] {
+      optimizer.backward(
+          model->loss(random_tensor({3, 17}, 1), random_tensor({3, 11}, 2), OddModelImpl::kAll));
+    };
+    double& lr = static_cast<Options&>(optimizer.param_groups()[0].options()).lr;
+    for (const double rate : {0.1, 0.2}) {
+      lr = rate;
+      backward();
+      optimizer.step();
+    }
+    backward();
+    lr = 0.1 * (1 + group.rank());
+    const std::string error = error_soon([&] { optimizer.step(); });
+    EXPECT_EQ(error.empty(), words.empty()) << error;
+    expect_words(error, words);
+  });
+}
+
+TEST(OwnOptimizerTest, RatesThatDifferAreFoundWhereTheyCanBeRead) {
+  step_with_other_rates<RateAlone<true>>({"step()", "lr 0.1", "lr 0.2"});
+  step_with_other_rates<RateAlone<false>>({});
+}
+
 }  // namespace
 }  // namespace zero

@@ -25,11 +25,13 @@
 #include <c10/util/Type.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <typeindex>
 #include <typeinfo>
 #include <utility>
@@ -291,23 +293,39 @@ OptimizerAdapter::OptionValues SerializedAdapter::option_values(const Options& o
   return step_values(options);
 }
 
-// The learning rate, if the class has one. An error of torch's own get_lr() costs more than many a
-// step, so that each class throws it once.
+namespace {
+
+std::optional<double> rate_of_getter(const torch::optim::OptimizerOptions& options) {
+  return options.get_lr();
+}
+
+std::optional<double> serialized_rate(const torch::optim::OptimizerOptions& options) {
+  const auto named = named_values(options);
+  const auto rate = named.find("lr");
+  if (rate == named.end() || !is_number(rate->second)) return std::nullopt;
+  return rate->second.toScalar().toDouble();
+}
+
+}  // namespace
+
+// The learning rate, if the class has get_lr() or serializes a number "lr". An error of torch's own
+// functions costs more than many a step, so that each class throws it once.
 OptimizerAdapter::OptionValues SerializedAdapter::step_values(const Options& options) const {
+  constexpr std::array kWays = {rate_of_getter, serialized_rate};
   static std::mutex mutex;
-  static std::set<std::type_index> without_rate;
-  const std::type_index type(typeid(options));
-  {
+  static std::map<std::type_index, size_t> ways;  // the first that does not throw
+  const auto way_of = [&](size_t at_least) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (without_rate.count(type) != 0) return {};
+    size_t& way = ways[std::type_index(typeid(options))];
+    return way = std::max(way, at_least);
+  };
+  for (size_t way = way_of(0); way < kWays.size(); way = way_of(way + 1)) {
+    try {
+      if (const auto rate = kWays[way](options)) return {{"lr", *rate}};
+    } catch (const c10::Error&) {
+    }
   }
-  try {
-    return {{"lr", options.get_lr()}};
-  } catch (const c10::Error&) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    without_rate.insert(type);
-    return {};
-  }
+  return {};
 }
 
 void SerializedAdapter::set_option_values(Options& options, const OptionValues& values) const {

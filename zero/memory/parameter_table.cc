@@ -138,7 +138,9 @@ ParameterTable::ParameterTable(const torch::nn::Module& module,
   }
   TORCH_CHECK(!parameters_.empty(),
               "nothing to optimize: expected at least one parameter with requires_grad, got ",
-              groups_seen.size(), " frozen ones; unfreeze some before making the optimizer");
+              groups_seen.size(), " frozen ones; ",
+              groups_seen.empty() ? "add the groups to the inner optimizer before it is wrapped"
+                                  : "unfreeze some before making the optimizer");
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) buffers_.push_back({item.key(), item.value()});
   }
@@ -379,8 +381,9 @@ void ParameterTable::verify_values() const {
                 ": expected the values the last step left (version ", memory_[i].version,
                 "), got version ", t._version(),
                 ": it was loaded over or edited in place, as by an Embedding with max_norm in each "
-                "forward pass, or is a detached view that shares its version with another tensor: "
-                "give each its clone()",
+                "forward pass, or it is a view, whose version all views of its tensor share, also "
+                "those that another optimizer steps: give each parameter its clone() before the "
+                "optimizers are made",
                 kRefresh);
     TORCH_CHECK(is_in_order(p), "parameter ", p.name, ": expected strides ",
                 at::IntArrayRef(p.strides), " as the last step left them, got ", t.strides(),
