@@ -77,7 +77,8 @@ struct Stats {
 struct ResizedRows {
   at::Tensor parameter;
   // int64, 1-D, on any device. For each row of the new parameter, the present row whose state it
-  // goes on with, or -1: none, so that its state is as at its first step. A row may be named often.
+  // goes on with, or -1: none, so that its moments or momentum are 0 and a sum of Adagrad is its
+  // initial value. A row may be named often.
   at::Tensor rows;
   // The new values, of any floating-point dtype, in the new shape: one row for each of `rows`.
   // Undefined: those of the present rows; then `rows` may not have -1.

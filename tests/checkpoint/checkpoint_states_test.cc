@@ -261,7 +261,7 @@ TEST(CheckpointStatesErrorTest, ASaveThatCannotHaveAStateFailsOnAllRanksAndLeave
                    }),
                    {"rank 2", words});
     };
-    refuses("no state", "a position without a state");
+    refuses("no state", "state() of \"position\": a position without a state");
     refuses("nothing known", "an exception that is no std::exception");
     const Position position("a state");
     // Names are compared before anything is written or read.

@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
 
+#include <locale>
+#include <string>
 #include <vector>
 
 #include "tests/support/error_of.h"
@@ -29,6 +31,19 @@ std::string text_of_all(const std::vector<Snapshot>& list) {
   Snapshots snapshots;
   for (const Snapshot& s : list) snapshots.add(s);
   return snapshots_text(snapshots);
+}
+
+struct Separators : std::numpunct<char> {
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+TEST(SnapshotsTest, ARankOfAnotherLocaleIsUnderstood) {
+  const std::locale before =
+      std::locale::global(std::locale(std::locale::classic(), new Separators));
+  const std::string text = text_of_all({snapshot(0, 123456, 2, {0, 1})});
+  std::locale::global(before);
+  EXPECT_EQ(newest_complete({text, ""}).number, 123456);
 }
 
 TEST(SnapshotsTest, TheNewestOneOfWhichEveryFileIsThereIsChosen) {

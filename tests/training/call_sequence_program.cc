@@ -6,13 +6,15 @@
 //
 //   call_sequence_program <ranks> <first seed> <number of seeds> <folder>
 //
-// Of these seeds it runs those whose sequences have that many ranks.
+// Of these seeds it runs those whose sequences have that many ranks. The numbers of rank 0 have
+// separators, as in the locales of some users.
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <locale>
 #include <string>
 
 #include "tests/support/forked_ranks.h"
@@ -24,7 +26,17 @@
 namespace zero {
 namespace {
 
+// Behind each digit.
+struct Separators : std::numpunct<char> {
+  char do_thousands_sep() const override { return '\''; }
+  std::string do_grouping() const override { return "\1"; }
+};
+
 int run(int ranks, const Seeds& seeds, const std::string& folder) {
+  const char* const rank = std::getenv("RANK");  // none where one process is all
+  if (rank != nullptr && rank == std::string("0")) {
+    std::locale::global(std::locale(std::locale::classic(), new Separators));
+  }
   InitOptions init;
   init.timeout = kSequenceTimeout;
   const Group job = init_process_group(init);

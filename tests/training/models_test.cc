@@ -13,6 +13,7 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
+#include <cfenv>
 #include <cmath>
 #include <map>
 #include <memory>
@@ -405,6 +406,20 @@ TEST(ModelsTest, AHookThatTookThePlaceOfTheOptimizersStays) {
 }
 
 // A parameter that is frozen while the plan is made can have no hook.
+// A program that traps it would end.
+TEST(ModelsTest, ConstructionRaisesNoInvalidOperation) {
+  for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    run_ranks(1, [&](const Group& group) {
+      torch::nn::Linear layer(3, 2);
+      layer->to(dtype);
+      auto sgd = std::make_unique<torch::optim::SGD>(layer->parameters(), 0.1);
+      std::feclearexcept(FE_INVALID);
+      const ZeroOptimizer optimizer(*layer, std::move(sgd), group);
+      EXPECT_EQ(std::fetestexcept(FE_INVALID), 0) << dtype;
+    });
+  }
+}
+
 TEST(ModelsTest, AnOptimizerThatCannotBeMadeLeavesNoHooks) {
   run_ranks(1, [&](const Group& group) {
     OddModel model(1);

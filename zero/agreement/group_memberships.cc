@@ -14,6 +14,7 @@
 
 #include "zero/agreement/fingerprint.h"
 #include "zero/agreement/same_on_all_ranks.h"
+#include "zero/base/plain_text.h"
 #include "zero/comm/group_order.h"
 
 namespace zero {
@@ -25,8 +26,8 @@ constexpr const char* kAdvice =
 // Equal for equal groups.
 std::string group_fingerprint(const Group& group) {
   const auto [name, ranks] = key_of(group);
-  const Fingerprint words = fingerprint_of(c10::str(name, "/", ranks));
-  return c10::str(words[0], "/", words[2]);
+  const Fingerprint words = fingerprint_of(plain_text(name, "/", c10::ArrayRef<int>(ranks)));
+  return plain_text(words[0], "/", words[2]);
 }
 
 // Equal where ranks send to each other over home.
@@ -60,9 +61,9 @@ Membership membership(const Table& table, int rank, size_t d) {
 Table gather_memberships(Communicator& control, const ShardDomains& all) {
   std::string own = home_fingerprint(all);
   for (const ShardDomain& d : all.list) {
-    own += c10::str("\n", d.group.rank(), " ", group_fingerprint(d.group), " ",
-                    group_fingerprint(d.replicas.value_or(d.group)), " ",
-                    d.replicas ? d.replicas->rank() : 0);
+    own += plain_text("\n", d.group.rank(), " ", group_fingerprint(d.group), " ",
+                      group_fingerprint(d.replicas.value_or(d.group)), " ",
+                      d.replicas ? d.replicas->rank() : 0);
   }
   const std::vector<std::string> texts = control.all_gather_text(own, "groups of domains");
   Table table;

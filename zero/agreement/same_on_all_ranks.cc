@@ -10,6 +10,7 @@
 
 #include "zero/agreement/fingerprint.h"
 #include "zero/base/error_text.h"
+#include "zero/base/plain_text.h"
 #include "zero/comm/row_communicator.h"
 
 namespace zero {
@@ -40,7 +41,7 @@ std::vector<Fingerprint> fingerprints_of_prefixes(const std::vector<std::string>
   std::vector<Fingerprint> prefixes{{}};
   for (const std::string& line : lines) {
     const Fingerprint& before = prefixes.back();
-    prefixes.push_back(fingerprint_of(c10::str(before[0], "/", before[2], "/", line)));
+    prefixes.push_back(fingerprint_of(plain_text(before[0], "/", before[2], "/", line)));
   }
   return prefixes;
 }

@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "zero/base/plain_text.h"
 #include "zero/comm/group_order.h"
 
 namespace zero {
@@ -192,15 +193,15 @@ std::vector<std::string> ShardDomains::describe(int64_t domain) const {
     // A group of the whole mesh is the same on all ranks, and so is the order of its ranks.
     const bool ordered =
         d.group.world_size() == mesh.world_size() && key_of(d.group) != key_of(mesh);
-    lines.push_back("placement of parameter group " + std::to_string(g) + ": shared by " +
-                    std::to_string(d.group.world_size()) + " ranks, copies on " +
-                    std::to_string(ranks_of(d.replicas)) + ", averaged over " +
-                    std::to_string(d.averaged_over) +
-                    (domain < 0 || of_group[g] == domain
-                         ? c10::str(", weight in the norm ", norm_weights[g])
-                         : "") +
-                    ", domain " + std::to_string(of_group[g]) +
-                    (ordered ? c10::str(", in the order of ranks ", d.group.global_ranks()) : ""));
+    lines.push_back(
+        "placement of parameter group " + std::to_string(g) + ": shared by " +
+        std::to_string(d.group.world_size()) + " ranks, copies on " +
+        std::to_string(ranks_of(d.replicas)) + ", averaged over " +
+        std::to_string(d.averaged_over) +
+        (domain < 0 || of_group[g] == domain ? plain_text(", weight in the norm ", norm_weights[g])
+                                             : "") +
+        ", domain " + std::to_string(of_group[g]) +
+        (ordered ? plain_text(", in the order of ranks ", d.group.global_ranks()) : ""));
   }
   return lines;
 }

@@ -213,7 +213,7 @@ ReceivedFiles exchange_files(Communicator& control, const Group& group, const st
   std::string problem;
   try {
     for (const auto& [server, client] : own_pairs(servers, rank)) {
-      const auto pair = group.subgroup({server, client}, c10::str("files of ", server))
+      const auto pair = group.subgroup({server, client}, "files of " + std::to_string(server))
                             .make_communicator("files", Purpose::kControl, /*two_level=*/false);
       if (server == rank) {
         serve(*pair, wishes);

@@ -74,7 +74,7 @@ void CheckpointWriter::make_directory(const std::string& id) {
   directory_ = std::move(made);
   // Others need to see it, and a machine that crashes does not need it.
   FileWriter sighting(directory_->path() + kSighting);
-  const std::string text = c10::str(id, " ", control_.rank());
+  const std::string text = id + " " + std::to_string(control_.rank());
   sighting.write(text.data(), text.size());
   sighting.close();
 }

@@ -22,6 +22,7 @@
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
+#include "zero/base/plain_text.h"
 #include "zero/base/slow_wait.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/comm/find_topology.h"
@@ -115,7 +116,7 @@ std::string own_process() {
   static const uint32_t only_here = std::random_device()();
   std::array<char, HOST_NAME_MAX + 1> host{};
   gethostname(host.data(), host.size() - 1);
-  return c10::str("process ", getpid(), " on ", host.data(), "\n", only_here);
+  return plain_text("process ", getpid(), " on ", host.data(), "\n", only_here);
 }
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
@@ -131,7 +132,7 @@ std::string two_processes(const Environment& env, const std::string& other) {
 // be of this job or of another one.
 void come_once(c10d::Store& store, const Environment& env) {
   const std::string own = own_process();
-  const std::string first = claim(store, c10::str("came/", env.rank), own);
+  const std::string first = claim(store, plain_text("came/", env.rank), own);
   TORCH_CHECK_VALUE(first == own, two_processes(env, first_line(first)),
                     store.check({kComplete})
                         ? c10::str(". All ", env.world_size,
@@ -161,7 +162,7 @@ void meet(const c10::intrusive_ptr<BoundedStore>& store, const Environment& env,
 
 // Where the groups of a round begin, one after the other.
 std::string prefix_of(int64_t round, int groups) {
-  return c10::str(prefix_of_restart_round(round), "/", groups);
+  return plain_text(prefix_of_restart_round(round), "/", groups);
 }
 
 // Rank 0 comes to the store that has its port as any other process would. If another job of that

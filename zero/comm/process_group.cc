@@ -15,12 +15,12 @@
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <sstream>
 
 #include "zero/base/descriptors.h"
 #include "zero/base/error_text.h"
 #include "zero/base/normal_tensors.h"
 #include "zero/base/own_process.h"
+#include "zero/base/plain_text.h"
 #include "zero/comm/backends/gloo.h"
 #include "zero/comm/backends/nccl.h"
 #include "zero/comm/backends/shared_rows.h"
@@ -51,9 +51,7 @@ uint64_t hash_of(const Numbers& numbers) {
 
 // A text for a list of ranks; a mesh has thousands of long ones.
 std::string fingerprint(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  text << ranks.size() << "-" << std::hex << hash_of(ranks);
-  return text.str();
+  return plain_text(ranks.size(), "-", std::hex, hash_of(ranks));
 }
 
 }  // namespace
@@ -155,14 +153,14 @@ Group Group::subgroup(const std::vector<int>& ranks, const std::string& name) co
 std::shared_ptr<Group::State> Group::part(const std::vector<int>& members,
                                           const std::string& name) const {
   auto state = make_owned<State>();
-  const std::string key = c10::str("subgroup/", name, "/", fingerprint(members));
+  const std::string key = plain_text("subgroup/", name, "/", fingerprint(members));
   state->names = state_->names->subgroup(key);
   state->bounded = state_->bounded->under(key);
   state->store = state->bounded;
   state->rank =
       static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
   state->world_size = static_cast<int>(members.size());
-  state->name = c10::str(this->name(), "/", name);
+  state->name = plain_text(this->name(), "/", name);
   state->factory = state_->factory;
   state->device = device();
   state->timeout = timeout();
@@ -206,7 +204,8 @@ Group Group::with_members(const std::vector<int>& members, const std::string& na
     state->joining.find_topology = state_->joining.find_topology;
     const auto keys = std::make_shared<StoreKeys>();
     const auto store =
-        state->bounded->under(c10::str("machines/", state->names->next("machines")))->noting(keys);
+        state->bounded->under(plain_text("machines/", state->names->next("machines")))
+            ->noting(keys);
     state->topology = find_machines(state->joining.find_topology, state->name, store, state->rank,
                                     state->world_size, timeout(), members);
     state->names->add_keys("machines", keys, {});
@@ -224,7 +223,7 @@ int64_t Group::failures() const { return *state_->failures; }
 
 StorePtr Group::make_store(const std::string& name) const {
   const std::string key = StoreNames::name_of_store(name);
-  return state_->bounded->under(c10::str(key, "/", state_->names->next(key)));
+  return state_->bounded->under(plain_text(key, "/", state_->names->next(key)));
 }
 
 namespace {
@@ -251,7 +250,7 @@ std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const St
   const TwoLevelExchange::RankInLevels place{machines.machines(), local_ranks, rank / local_ranks,
                                              rank % local_ranks};
   const auto part = [&](const std::string& level, int number) -> StorePtr {
-    return BoundedStore::of(store, timeout)->under(c10::str(level, "/", number));
+    return BoundedStore::of(store, timeout)->under(plain_text(level, "/", number));
   };
   BackendRanks machine;
   for (int l = 0; l < local_ranks; ++l) {
@@ -275,7 +274,7 @@ std::shared_ptr<RowExchange> connect_two_levels(const Connect& connect, const St
 std::string difference(c10d::Store& store, int rank, const std::string& key, const char* what,
                        const std::string& own, const char* advice) {
   constexpr const char* kOnRank = " on rank ";
-  const std::string text = c10::str(own, kOnRank, rank);
+  const std::string text = plain_text(own, kOnRank, rank);
   const std::string first = claim(store, key, text);
   if (first.substr(0, first.rfind(kOnRank)) == own) return {};
   return c10::str("expected the same ", what, " on every rank, got ", first, " and ", text, "; ",
@@ -317,7 +316,7 @@ void meet_newcomers(const std::vector<int>& newcomers, int rank, Meet meet) {
 
 std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, Purpose purpose,
                                                        bool two_level) const {
-  const std::string full_name = c10::str(this->name(), "/", name);
+  const std::string full_name = plain_text(this->name(), "/", name);
   const std::string who = c10::str("communicator \"", full_name, "\" (this is rank ", rank(), ")");
   state_->process.check(who);
   TORCH_CHECK(!joins() && (!state_->of_joining || world_size() == 1), "communicator \"", full_name,
@@ -329,7 +328,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
     RowCommunicator(*alone).count_failure_in(state_->failures);
     return alone;
   }
-  const std::string key = c10::str("communicator/", this->name(), "/", name);
+  const std::string key = plain_text("communicator/", this->name(), "/", name);
   const std::shared_ptr<StoreNames> names = state_->names;
   const auto only_use = names->only_use(key, who);
   const auto start = std::chrono::steady_clock::now();
@@ -337,7 +336,7 @@ std::unique_ptr<Communicator> Group::make_communicator(const std::string& name, 
       asking_as(c10::str("communicator \"", full_name, "\": rank ", rank(), " of ", world_size()),
                 [&] { return names->next_communicator(*state_->bounded->within(timeout()), key); });
   const auto keys = std::make_shared<StoreKeys>();
-  const auto store = state_->bounded->under(c10::str(key, "/", number))->noting(keys);
+  const auto store = state_->bounded->under(plain_text(key, "/", number))->noting(keys);
   Rendezvous rendezvous(
       store, rank(), world_size(), timeout(), start,
       c10::str("communicator \"", full_name, "\": cannot connect its ", world_size(), " ranks"),
@@ -398,7 +397,7 @@ void check_values(const at::Tensor& value, const std::exception_ptr& problem,
     TORCH_CHECK(false, "mean_over_ranks() was given up by all ranks because of ", *other);
   }
   if (words[1].item<int64_t>() == -words[2].item<int64_t>()) return;
-  const auto shapes = means.all_gather_text(c10::str(value.sizes()), "shapes of a mean");
+  const auto shapes = means.all_gather_text(plain_text(value.sizes()), "shapes of a mean");
   const auto other = std::ranges::find_if(shapes, [&](auto& shape) { return shape != shapes[0]; });
   TORCH_CHECK(false, "mean_over_ranks(): expected the same shape on every rank, got ", shapes[0],
               " on rank 0 and ", *other, " on rank ", other - shapes.begin(),

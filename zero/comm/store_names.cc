@@ -9,6 +9,7 @@
 #include <sstream>
 #include <utility>
 
+#include "zero/base/plain_text.h"
 #include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
@@ -25,7 +26,7 @@ int StoreNames::next(const std::string& name) {
 
 int StoreNames::next_communicator(const BoundedStore& store, const std::string& name) {
   int number = next(name);
-  while (store.under(c10::str(name, "/", number + 1))->check({kLevels})) ++number;
+  while (store.under(plain_text(name, "/", number + 1))->check({kLevels})) ++number;
   raise(name, number + 1);
   return number;
 }
@@ -100,7 +101,7 @@ std::string StoreNames::uses_text() {
   std::string text;
   for (auto used = used_.lower_bound(kStore);
        used != used_.end() && used->first.starts_with(kStore); ++used) {
-    text += c10::str(used->second, " ", used->first, "\n");
+    text += plain_text(used->second, " ", used->first, "\n");
   }
   return text;
 }

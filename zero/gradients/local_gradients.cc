@@ -2,14 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/gradients/local_gradients.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/full.h>
 #include <c10/core/DynamicCast.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <map>
 #include <utility>
 
@@ -64,9 +63,17 @@ int64_t version_of(const at::Tensor& gradient) {
   return gradient.is_inference() ? 0 : static_cast<int64_t>(gradient._version());
 }
 
+// By their bits: fill_() of a NaN raises FE_INVALID, which ends programs with traps.
+const at::Tensor& fill_with_nan(const at::Tensor& tensor) {
+  const c10::ScalarType type = tensor.scalar_type();
+  const bool is_float = type == at::kFloat;
+  const int64_t bits = is_float ? 0x7fc00000 : type == at::kBFloat16 ? 0x7fc0 : 0x7e00;
+  tensor.view(is_float ? at::kInt : at::kShort).fill_(bits);
+  return tensor;
+}
+
 at::Tensor not_a_number(at::IntArrayRef sizes, const Parameter& p) {
-  return at::full(sizes, std::numeric_limits<double>::quiet_NaN(),
-                  p.tensor.options().requires_grad(false));
+  return fill_with_nan(at::empty(sizes, p.tensor.options().requires_grad(false)));
 }
 
 // With a version of its own, and no view: torch's zero_grad() cannot detach a view in place.
@@ -120,7 +127,7 @@ void LocalGradients::make_markers() {
       // Code that takes a marker's pointer for that of a gradient ends at the guard.
       const auto bytes = static_cast<int64_t>(states_.size() * p.tensor.element_size());
       all = guarded_memory(bytes, largest).view(p.tensor.scalar_type());
-      all.fill_(std::numeric_limits<double>::quiet_NaN());
+      fill_with_nan(all);
     } else if (!all.defined()) {
       all = not_a_number({std::ssize(states_)}, p);
     }

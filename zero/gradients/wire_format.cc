@@ -50,7 +50,8 @@ std::string describe_wire_options(const ZeroOptions& options) {
   std::string text = options.fp32_machine_sums() ? "" : " fp32_machine_sums 0";
   if (options.gradient_wire() == GradientWire::kBlockInt8) text += " gradient_wire block_int8";
   if (options.gather_wire() == GatherWire::kChanges) text += " gather_wire changes";
-  if (options.micro_batches() > 0) text += c10::str(" micro_batches ", options.micro_batches());
+  if (options.micro_batches() > 0)
+    text += " micro_batches " + std::to_string(options.micro_batches());
   if (options.reduce_dtype()) text += c10::str(" reduce_dtype ", *options.reduce_dtype());
   return text;
 }

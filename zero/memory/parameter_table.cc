@@ -10,9 +10,9 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <unordered_set>
 
+#include "zero/base/plain_text.h"
 #include "zero/memory/whole_tensor.h"
 
 namespace zero {
@@ -301,18 +301,15 @@ void ParameterTable::check_overlaps(const std::function<bool(const Parameter&)>&
 std::vector<std::string> ParameterTable::describe() const {
   std::vector<std::string> lines;
   for (const Parameter& p : parameters_) {
-    std::ostringstream line;
-    line << "parameter " << p.name << " shape " << p.tensor.sizes() << " dtype "
-         << p.tensor.scalar_type() << " strides " << at::IntArrayRef(p.strides) << " group "
-         << p.group;
-    lines.push_back(line.str());
+    lines.push_back(plain_text("parameter ", p.name, " shape ", p.tensor.sizes(), " dtype ",
+                               p.tensor.scalar_type(), " strides ", at::IntArrayRef(p.strides),
+                               " group ", p.group));
   }
   for (const auto* list : {&frozen_, &buffers_}) {
     for (const NamedTensor& item : *list) {
-      std::ostringstream line;
-      line << (list == &frozen_ ? "frozen parameter " : "buffer ") << item.name << " shape "
-           << item.tensor.sizes() << " dtype " << item.tensor.scalar_type();
-      lines.push_back(line.str());
+      lines.push_back(plain_text(list == &frozen_ ? "frozen parameter " : "buffer ", item.name,
+                                 " shape ", item.tensor.sizes(), " dtype ",
+                                 item.tensor.scalar_type()));
     }
   }
   return lines;

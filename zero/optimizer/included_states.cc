@@ -76,8 +76,13 @@ std::vector<TensorToSave> states_to_save(const SaveOptions& save, int rank) {
   std::vector<TensorToSave> result;
   for (const auto& included : save.states()) {
     if (!included.per_rank && rank != 0) continue;
-    result.push_back(state_to_save(kStatePrefix + included.name, kind_of(included.per_rank, rank),
-                                   *included.object));
+    try {
+      result.push_back(state_to_save(kStatePrefix + included.name, kind_of(included.per_rank, rank),
+                                     *included.object));
+    } catch (const std::exception& error) {
+      if (is_of_communication(error) || is_out_of_memory(error)) throw;
+      TORCH_CHECK(false, "state() of \"", included.name, "\": ", error_text(error));
+    }
   }
   return result;
 }

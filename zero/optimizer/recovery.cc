@@ -69,7 +69,7 @@ std::string Recovery::Lifeline::name_of(const RollCall::Present& present) const 
   if (present.ranks.size() > kNamed) {
     list += c10::str(" and ", present.ranks.size() - kNamed, " more");
   }
-  const std::string name = c10::str("recovery ", roll.calls());
+  const std::string name = "recovery " + std::to_string(roll.calls());
   return same ? name : name + " (numbered anew: RANK " + list + ")";
 }
 

@@ -19,6 +19,7 @@
 #include "zero/agreement/all_or_none.h"
 #include "zero/agreement/same_on_all_ranks.h"
 #include "zero/base/error_text.h"
+#include "zero/base/plain_text.h"
 #include "zero/checkpoint/shard_copies.h"
 #include "zero/combined_optimizer.h"
 #include "zero/inner_optimizers/classes.h"
@@ -178,8 +179,8 @@ void Replanning::agree_on(Change& change, const ParamGroups& groups) {
     const ParameterTable table(engine.module, change.groups,
                                engine.table.managed_or(change.parameters));
     for (size_t g = 0; g < change.groups.size(); ++g) {
-      lines.push_back(c10::str("options of parameter group ", g, " ",
-                               options_text(change.groups[g].options())));
+      lines.push_back(plain_text("options of parameter group ", g, " ",
+                                 options_text(change.groups[g].options())));
     }
     for (std::string& line : table.describe()) lines.push_back(std::move(line));
     for (const NamedTensor& item : table.unmanaged()) {
@@ -336,7 +337,7 @@ void Replanning::unfreeze(const std::vector<at::Tensor>& parameters,
   std::string numbers;
   for (const at::Tensor& p : once) {
     into.push_back(param_group ? *param_group : former_group(p));
-    numbers += c10::str(" ", into.back());
+    numbers += plain_text(" ", into.back());
   }
   const auto edit = [&](ParamGroups& edited) {
     for (const size_t group : into) {

@@ -27,6 +27,7 @@
 
 #include "bookkeeping/layout.h"
 #include "zero/agreement/fingerprint.h"
+#include "zero/base/plain_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/inner_optimizers/classes.h"
 #include "zero/inner_optimizers/registry.h"
@@ -143,11 +144,11 @@ std::string description_of_change(const Engine& engine, const std::vector<RowSou
     const auto hash =
         fingerprint_of(std::string(static_cast<const char*>(rows.const_data_ptr()), rows.nbytes()));
     const Parameter& p = engine.table.parameters()[i];
-    text += c10::str(text.empty() ? "" : ", ", p.name, " to ", rows.numel(), " rows with hash ",
-                     hash[0], " ", hash[2]);
+    text += plain_text(text.empty() ? "" : ", ", p.name, " to ", rows.numel(), " rows with hash ",
+                       hash[0], " ", hash[2]);
     if (engine.plan.arenas[engine.plan.parameter_arena[i]].layout->is_whole()) {
-      text +=
-          c10::str(" and cost ", cost_of(resized(p, sources[i], at::kMeta), inner, engine.options));
+      text += plain_text(" and cost ",
+                         cost_of(resized(p, sources[i], at::kMeta), inner, engine.options));
     }
   }
   return text;
@@ -167,7 +168,7 @@ struct KindName {
 
   // A line of letter, dtype and name.
   std::string to_text() const {
-    return c10::str(is_value ? "v" : "t", static_cast<int>(dtype), " ", name, "\n");
+    return plain_text(is_value ? "v" : "t", static_cast<int>(dtype), " ", name, "\n");
   }
   // Of a line without its end.
   static KindName from_text(const std::string& line) {

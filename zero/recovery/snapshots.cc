@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "zero/agreement/all_or_none.h"
+#include "zero/base/plain_text.h"
 #include "zero/checkpoint/file_exchange.h"
 
 namespace zero {
@@ -60,13 +61,13 @@ int64_t Snapshots::bytes() const {
 }
 
 std::string snapshots_text(const Snapshots& snapshots) {
-  std::ostringstream text;
+  std::string text;
   for (const auto& s : snapshots.all()) {
     for (const auto& [rank, file] : s->files) {
-      text << s->recovery << " " << s->number << " " << s->world_size << " " << rank << "\n";
+      text += plain_text(s->recovery, " ", s->number, " ", s->world_size, " ", rank, "\n");
     }
   }
-  return text.str();
+  return text;
 }
 
 CompleteSnapshot newest_complete(const std::vector<std::string>& texts) {

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "zero/base/error_text.h"
+#include "zero/base/plain_text.h"
 #include "zero/rendezvous/rendezvous.h"
 
 namespace zero {
@@ -24,7 +25,7 @@ constexpr const char* kRounds = "zero/rounds";  // how many were begun
 
 // The number of ranks, a line feed and the identifier.
 std::string job_text(const std::string& job, int world_size) {
-  return c10::str(world_size, "\n", job);
+  return plain_text(world_size, "\n", job);
 }
 
 std::string identifier_in(const std::string& text) { return text.substr(text.find('\n') + 1); }
@@ -48,7 +49,7 @@ void call_off(const BoundedStore& store, int64_t round) {
 std::string problem_of(BoundedStore& keys, const Environment& env, const std::string& own) {
   const int ranks = ranks_of_job(keys);
   if (ranks != env.world_size) return c10::str("the last one has ", ranks, " ranks");
-  const std::string first = claim(keys, c10::str("came/", env.rank), own);
+  const std::string first = claim(keys, plain_text("came/", env.rank), own);
   if (first == own) return {};
   return c10::str("rank ", env.rank, " of the last one was ", first.substr(0, first.find('\n')));
 }
@@ -78,7 +79,7 @@ bool has_restart_rounds(BoundedStore& store, const Environment& env) {
          ranks_of_job(*store.under(prefix_of_restart_round(0))) == 0;
 }
 
-std::string prefix_of_restart_round(int64_t round) { return c10::str("zero/", round); }
+std::string prefix_of_restart_round(int64_t round) { return plain_text("zero/", round); }
 
 int64_t enter_restart_round(const BoundedStore& store, const Environment& env,
                             const std::string& own, int64_t after, Clock::time_point deadline) {

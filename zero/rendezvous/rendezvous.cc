@@ -131,7 +131,7 @@ std::string claim(c10d::Store& store, const std::string& key, const std::string&
 }
 
 c10::intrusive_ptr<BoundedStore> Tries::enter(int rank, Clock::time_point deadline, bool joins) {
-  const auto given_up = [&] { return store_->check({c10::str(number_, "/", kGivenUp)}); };
+  const auto given_up = [&] { return store_->check({std::to_string(number_) + "/" + kGivenUp}); };
   while (true) {
     number_ = std::max<int64_t>(store_->add(kTries, rank == 0 ? 1 : 0), 1);
     if (!given_up() || (rank != 0 && Clock::now() >= deadline)) break;
@@ -146,7 +146,8 @@ bool Tries::begun(BoundedStore& store) { return store.check({kTries}); }
 
 void Tries::give_up() noexcept {
   try {
-    if (number_ > 0) store_->within(kMarksLimit)->set(c10::str(number_, "/", kGivenUp), kGivenUp);
+    if (number_ > 0)
+      store_->within(kMarksLimit)->set(std::to_string(number_) + "/" + kGivenUp, kGivenUp);
   } catch (const std::exception&) {  // The store is gone: another try has another one.
   }
 }
@@ -155,7 +156,7 @@ void Tries::call_off() {
   const int64_t next = std::max<int64_t>(store_->add(kTries, 0), 1) + 1;
   for (const int64_t number : {next - 1, next}) {
     for (const char* meeting : {kMeeting, kTopology}) {
-      store_->set(c10::str(number, "/", meeting, "/", kGivenUp),
+      store_->set(std::to_string(number) + "/" + meeting + "/" + kGivenUp,
                   c10::str(kNoMisuse, "Rank 0 has been started again"));
     }
   }

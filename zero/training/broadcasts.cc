@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <map>
 #include <set>
-#include <sstream>
 
 #include "zero/agreement/fingerprint.h"
+#include "zero/base/plain_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/whole_tensor.h"
 #include "zero/training/engine.h"
@@ -62,7 +62,7 @@ std::set<int64_t> equal_domains(const std::vector<WorkingArena::Broadcast>& item
     if (is_alone(domains[item.domain])) continue;
     Fingerprint& all = hashes[item.domain];
     const Fingerprint own = fingerprint_of(item.tensor.const_data_ptr(), item.tensor.nbytes());
-    all = fingerprint_of(c10::str(all[0], " ", all[2], " ", own[0], " ", own[2]));
+    all = fingerprint_of(plain_text(all[0], " ", all[2], " ", own[0], " ", own[2]));
   }
   std::set<int64_t> equal;
   for (const auto& [domain, hash] : hashes) {
@@ -148,12 +148,12 @@ void broadcast_over_home(const Engine& engine, const std::vector<NamedTensor>& t
 }
 
 std::string shapes_of(const std::vector<NamedTensor>& tensors) {
-  std::ostringstream text;
+  std::string text;
   for (const NamedTensor& item : tensors) {
-    text << (item.tensor.is_same(tensors.front().tensor) ? "" : ", ") << item.name << " "
-         << item.tensor.sizes() << " " << item.tensor.scalar_type();
+    text += plain_text(text.empty() ? "" : ", ", item.name, " ", item.tensor.sizes(), " ",
+                       item.tensor.scalar_type());
   }
-  return text.str();
+  return text;
 }
 
 }  // namespace zero

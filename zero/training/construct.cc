@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <locale>
 #include <sstream>
 #include <unordered_set>
 
@@ -107,6 +108,7 @@ std::vector<std::string> describe(const ZeroOptions& options, const torch::optim
                                   const ShardDomains& domains) {
   std::vector<std::string> lines;
   std::ostringstream line;
+  line.imbue(std::locale::classic());  // as in plain_text()
   line << "options stage " << options.stage() << " bucket_bytes "
        << (options.bucket_bytes() ? std::to_string(*options.bucket_bytes()) : "by default")
        << " layout " << static_cast<int>(options.layout()) << " fused " << options.fused()

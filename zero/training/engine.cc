@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "zero/base/error_text.h"
+#include "zero/base/plain_text.h"
 #include "zero/comm/row_communicator.h"
 #include "zero/memory/device_stream.h"
 #include "zero/training/broadcasts.h"
@@ -247,7 +248,7 @@ Problem first_problem(Engine& engine, Call call, const std::function<void()>& ch
 void add_history(const GradientReducer& reducer, Call call, AgreedArguments& arguments) {
   if (call != Call::kZeroGrad && reducer.rounds_dropped() > 0) {
     // Sums are of the same passes only where all ranks dropped the same ones.
-    arguments.add(c10::str(
+    arguments.add(plain_text(
         "the gradients of ", reducer.rounds_dropped(),
         " reductions dropped, as zero_grad() of the module or of a base class asked for (call "
         "zero_grad() of the ZeroOptimizer on all ranks instead)"));

@@ -16,6 +16,8 @@
 #include <system_error>
 #include <utility>
 
+#include "zero/base/plain_text.h"
+
 namespace zero {
 namespace {
 
@@ -65,10 +67,8 @@ void read_mount(const std::string& folder, FileSystem& found) {
   struct stat status {};
   struct statfs numbers {};
   if (stat(folder.c_str(), &status) != 0 || statfs(folder.c_str(), &numbers) != 0) return;
-  std::ostringstream number;
-  number << "0x" << std::hex << static_cast<unsigned long>(numbers.f_type);
-  found.type = number.str();
-  const std::string device = c10::str(major(status.st_dev), ":", minor(status.st_dev));
+  found.type = plain_text("0x", std::hex, static_cast<unsigned long>(numbers.f_type));
+  const std::string device = plain_text(major(status.st_dev), ":", minor(status.st_dev));
   // "<id> <parent> <device> <root> <place> <options> ... - <type> <source> <options>"
   std::ifstream mounts("/proc/self/mountinfo");
   for (std::string line; std::getline(mounts, line);) {
