@@ -91,8 +91,8 @@ struct LossScalerOptions {
   TORCH_ARG(double, max_scale) = 16777216.0;  // the scale never grows above it
 };
 
-// The exponential moving average of the parameters, of the masters in fp32. After step t that was
-// not skipped
+// The exponential moving average of the parameters, of the masters in fp32. After step t that had a
+// gradient on some rank and was not skipped
 //
 //   ema += (1 - d) * (master - ema)
 //   d = decay, or with a warm-up min(decay, (1 + t) / (10 + t))
