@@ -405,7 +405,6 @@ TEST(ModelsTest, AHookThatTookThePlaceOfTheOptimizersStays) {
   });
 }
 
-// A parameter that is frozen while the plan is made can have no hook.
 // A program that traps it would end.
 TEST(ModelsTest, ConstructionRaisesNoInvalidOperation) {
   for (const c10::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
@@ -420,6 +419,7 @@ TEST(ModelsTest, ConstructionRaisesNoInvalidOperation) {
   }
 }
 
+// A parameter that is frozen while the plan is made can have no hook.
 TEST(ModelsTest, AnOptimizerThatCannotBeMadeLeavesNoHooks) {
   run_ranks(1, [&](const Group& group) {
     OddModel model(1);

@@ -26,7 +26,7 @@ constexpr const char* kAdvice =
 // Equal for equal groups.
 std::string group_fingerprint(const Group& group) {
   const auto [name, ranks] = key_of(group);
-  const Fingerprint words = fingerprint_of(plain_text(name, "/", c10::ArrayRef<int>(ranks)));
+  const Fingerprint words = fingerprint_of(plain_text(name, "/", ranks));
   return plain_text(words[0], "/", words[2]);
 }
 
